@@ -1,0 +1,116 @@
+# One target per thing a person does; plain `make` lists them. Settings are given as NAME=value.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+unexport MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES # programs we start may call make themselves
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+CONFIG ?= configs/train/quick.yaml
+NPROC ?= 1
+CLAIM ?= core
+PROFILE ?= cpu
+PORT ?= 5000
+ARGS ?=
+
+PY := .venv/bin/python
+# One shell word, whatever a value holds. ARGS stays as it was written: it is shell words already.
+quoted = '$(subst ','\'',$(value $(1)))'
+
+# The environment is as it should be when this file is newer than what it was made from.
+STAMP := .venv/installed
+ifneq ($(strip $(TORCH_INDEX)),)
+ifneq ($(shell cat .venv/torch-index 2>/dev/null),$(TORCH_INDEX))
+.PHONY: $(STAMP)
+endif
+endif
+
+.PHONY: help
+help: ## this list
+	@echo 'normscale: which normalisation lets a deep Transformer train, and what breaks first when it does not'
+	@echo
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS='	' read -r name says; do \
+	    printf '  make %-12s %s\n' "$$name" "$$says"; done
+	@echo
+	@echo 'PYTHON=path of Python 3.11 or newer; TORCH_INDEX=URL of one of PyTorch'\''s own wheel indices (CPU or a CUDA version).'
+	@echo 'ARGS are shell words: make train ARGS="train.steps=50 '\''name=a b'\''"; DRY_RUN=1 shows what train would start.'
+
+.PHONY: reproduce
+reproduce: $(STAMP) ## trains the core claims' runs, judges them, writes the report; goes on where it was interrupted
+	@$(PY) -m normscale claim run --core --profile cpu
+
+.PHONY: test
+test: $(STAMP) ## runs the tests (ARGS= for pytest)
+	@$(PY) -m pytest -q -n auto --maxprocesses 4 $(value ARGS)
+
+.PHONY: check
+check: $(STAMP) ## format, lint, types and import rules, without running anything
+	@$(PY) -m ruff format --check . || { echo 'make format mends the files above' >&2; exit 1; }
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m mypy
+	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()'
+
+.PHONY: format
+format: $(STAMP) ## formats the code and mends what lint can mend
+	@$(PY) -m ruff format --quiet .
+	@$(PY) -m ruff check --fix --quiet .
+
+.PHONY: train
+train: $(STAMP) ## trains one model (CONFIG= NPROC=1 ARGS="key=value ...")
+	@$(PY) -m launch local --nproc $(call quoted,NPROC) -- $(call quoted,CONFIG) $(value ARGS)
+
+.PHONY: claim
+claim: $(STAMP) ## runs and judges one claim (CLAIM=id PROFILE=smoke|cpu|gpu ARGS=)
+	@$(PY) -m normscale claim run $(call quoted,CLAIM) --profile $(call quoted,PROFILE) $(value ARGS)
+
+.PHONY: claims-list
+claims-list: $(STAMP) ## lists the claims and what is known about each
+	@$(PY) -m normscale claim list
+
+.PHONY: report
+report: $(STAMP) ## writes the report from the stored records (ARGS=)
+	@$(PY) -m normscale claim report $(value ARGS)
+
+.PHONY: ui
+ui: $(STAMP) ## opens the MLflow UI on this machine (PORT=5000)
+	@$(PY) -m normscale ui --port $(call quoted,PORT) $(value ARGS)
+
+.PHONY: sync
+sync: $(STAMP) ## replays the stored records into MLflow again (ARGS=)
+	@$(PY) -m normscale sync $(value ARGS)
+
+.PHONY: golden
+golden: $(STAMP) ## writes the golden losses anew, to be looked at in git diff
+	@NORMSCALE_WRITE_GOLDEN=1 $(PY) -m pytest -q -k golden
+
+.PHONY: clean
+clean: ## removes the environment and caches, keeps runs and reports
+	@rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo 'kept: runs, reports, mlflow.db'
+
+# An interrupted installation goes on with the next make. A lock keeps two makes from installing at once.
+$(STAMP): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "normscale needs Python 3.11 or newer with venv; PYTHON=$(PYTHON) is $$("$(PYTHON)" --version 2>&1 || true)." >&2; \
+	    echo 'Install it (Debian, Ubuntu: apt-get install python3 python3-venv python3-dev g++) or give PYTHON=path.' >&2; \
+	    exit 2; }
+	@if command -v flock >/dev/null; then exec flock .venv.lock sh -c "$$INSTALL"; else exec sh -c "$$INSTALL"; fi
+
+define INSTALL
+set -eu
+if [ -z "$${TORCH_INDEX:-}" ] && [ -n "$$(find $(STAMP) -newer pyproject.toml -newer constraints.txt 2>/dev/null)" ]; then
+    exit 0 # another make has done it while this one waited
+fi
+echo 'Installing into .venv (once; usually 3 to 6 minutes) ...'
+$(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
+if [ -n "$${TORCH_INDEX:-}" ] && [ "$$(cat .venv/torch-index 2>/dev/null)" != "$$TORCH_INDEX" ]; then
+    $(PY) -m pip install -qq --no-deps --force-reinstall --index-url "$$TORCH_INDEX" -c constraints.txt torch
+    printf '%s\n' "$$TORCH_INDEX" > .venv/torch-index
+fi
+$(PY) -m pip install -qq -c constraints.txt -e '.[deepspeed,dev]'
+touch $(STAMP)
+echo 'Installed.'
+endef
+export INSTALL TORCH_INDEX

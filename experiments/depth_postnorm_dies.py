@@ -1,0 +1,112 @@
+"""Post-Norm stops training as depth grows, where DeepNorm trains.
+
+Where the numbers come from: DeepNet's vanilla Post-LN trains at 6L-6L (30 sublayers) and diverges at 18L-18L (90) in
+Table 1; in Figure 6 it has almost no BLEU at 10L-10L (50) and none at 20L-20L (100). A decoder-only block has two
+sublayers, so 24 blocks (48) stand where Figure 6 breaks, and 48 blocks (96) where Table 1 diverges. The expectation
+starts at 24 blocks. The warm-up is part of the protocol since every published DeepNorm run had one.
+"""
+
+from normscale.claims.claim import Claim, Dies, Profile, Trains
+
+BASE = {
+    "model.N": 0,
+    "model.d": 64,
+    "model.heads": 4,
+    "model.context": 64,
+    "data.source": "embedded",
+    "train.steps": 120,
+    "train.batch": 8,
+    "train.eval_every": 40,
+    "train.eval_batches": 8,
+    "train.optim.name": "adamw",
+    "train.optim.lr": 1e-3,
+    "train.optim.betas": (0.9, 0.98),
+    "train.schedule.warmup_steps": 30,
+}
+
+CLAIM = Claim(
+    id="depth-postnorm-dies",
+    says=(
+        "Post-Norm stops training as depth grows: its loss stays at the unigram plateau or diverges, "
+        "where DeepNorm trains."
+    ),
+    source="Wang et al. 2022 (DeepNet), arXiv:2203.00555, Table 1 and Figure 6",
+    family="depth",
+    base=BASE,
+    arms={
+        "post": {"model.scheme": "post"},
+        "post-nowarmup": {"model.scheme": "post", "train.schedule.warmup_steps": 0},
+        "deepnorm": {"model.scheme": "deepnorm"},
+        "pre": {"model.scheme": "pre"},
+    },
+    labels={
+        "post": "Post-Norm",
+        "post-nowarmup": "Post-Norm without warm-up",
+        "deepnorm": "DeepNorm",
+        "pre": "Pre-Norm",
+    },
+    control=(Trains("post", at=(2,)), Trains("post-nowarmup", at=(2,))),
+    expect=(
+        Dies("post", at_least=24, beside=("deepnorm", "pre")),
+        Dies("post-nowarmup", at_least=24, beside=("deepnorm", "pre")),
+        Trains("deepnorm", at_least=24),
+    ),
+    profiles={
+        "smoke": Profile(
+            main={"post": {2: 1}, "post-nowarmup": {2: 1}, "deepnorm": {4: 1}, "pre": {4: 1}},
+            set={
+                "train.steps": 6,
+                "train.eval_every": 2,
+                "train.eval_batches": 1,
+                "train.schedule.warmup_steps": 2,
+            },
+        ),
+        "cpu": Profile(
+            main={
+                "post": {2: 3, 6: 3, 12: 3, 24: 3, 48: 2, 100: 1},
+                "post-nowarmup": {2: 2, 12: 1, 24: 2},
+                "deepnorm": {2: 1, 6: 1, 12: 1, 24: 2, 48: 2, 100: 1},
+                "pre": {2: 1, 12: 1, 48: 1},
+            },
+            low_lr={"post": {24: 1, 48: 1, 100: 1}, "post-nowarmup": {24: 1}},
+            long={"post": {24: 1}},
+        ),
+        "gpu": Profile(
+            main={
+                "post": {2: 3, 6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 500: 1, 1000: 1},
+                "post-nowarmup": {2: 3, 6: 3, 12: 3, 24: 3, 48: 3, 100: 3},
+                "deepnorm": {2: 3, 6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 500: 1, 1000: 1},
+                "pre": {2: 3, 6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3},
+            },
+            low_lr={
+                "post": {24: 3, 48: 3, 100: 3, 200: 1, 500: 1, 1000: 1},
+                "post-nowarmup": {24: 3, 48: 3, 100: 1},
+            },
+            long={"post": {24: 1}},
+        ),
+    },
+    figure="gap",
+    how=(
+        "A small decoder-only Transformer (width 64, 4 heads, 64 tokens of context, batch 8) reads the source of "
+        "Python's standard library byte by byte for 120 Adam steps at learning rate 1e-3 (betas 0.9 and 0.98, warm-up "
+        "over 30 steps, no clipping, fp32). Only the normalisation scheme and the number of blocks change. The gap is "
+        "the unigram entropy of the held-out text minus the held-out loss: 0 means that the model knows how often each "
+        "byte occurs and nothing else."
+    ),
+    paper={
+        "post L2 gap": "trains at 6L-6L (30 sublayers): 28.1 BLEU (Table 1)",
+        "post L24 gap": "about 4 BLEU at 10L-10L, 50 sublayers (Figure 6)",
+        "post L48 gap": "diverged at 18L-18L, 90 sublayers (Table 1)",
+        "post L100 gap": "diverged at 50L-50L, 250 sublayers (Table 1)",
+        "deepnorm L24 gap": "29.8 BLEU at 10L-10L (Figure 6)",
+        "deepnorm L48 gap": "28.8 BLEU at 18L-18L (Table 1)",
+        "deepnorm L100 gap": "29.0 BLEU at 50L-50L (Table 1)",
+        "pre L48 gap": "28.1 BLEU at 18L-18L (Table 1)",
+    },
+    differs=(
+        "language modelling on bytes with a decoder-only model; the paper translates with encoder and decoder",
+        "120 steps of 512 tokens; the paper trains for 100 000 steps of 128 x 4096 tokens (8 000 of 4 000 in Figure 6)",
+        "width 64 instead of 512, fp32 instead of fp16, no dropout, no label smoothing",
+        "one long and a few low learning-rate runs stand for a full search of the learning rate",
+    ),
+)

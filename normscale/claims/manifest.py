@@ -1,0 +1,103 @@
+"""The manifest of a claim: which runs of the runs folder are its cells, and the verdict once there is one.
+
+Runs know nothing of claims, so that one run can serve several; `<runs>/claims/<id>-<profile>.json` links them.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from normscale.claims.claim import Cell, Claim, ProfileName, Role, Slope
+from normscale.claims.verdict import Judgement, Result
+from normscale.errors import StoreError
+from normscale.tracking.files import write_whole
+from normscale.tracking.manifest import read_manifest
+from normscale.tracking.spool import SPOOL, RunRecord, read_run
+
+
+def manifest_path(runs: Path, claim_id: str, profile: str) -> Path:
+    return runs / "claims" / f"{claim_id}-{profile}.json"
+
+
+def write_manifest(
+    runs: Path,
+    claim: Claim,
+    profile: ProfileName,
+    cells: Sequence[tuple[Cell, str]],
+    outcomes: Mapping[str, str],
+    judgement: Judgement | None = None,
+    figures: Sequence[Path] = (),
+    report: Path | None = None,
+) -> None:
+    """Writes the manifest of (cell, run id) pairs whole; a reader sees the old one or the new one.
+
+    `outcomes` {run id: word} is what the judge calls a finished run.
+
+    Raises:
+        StoreError: the runs folder cannot be written.
+    """
+    rows = [
+        {"run": run_id, "arm": cell.arm, "cell": cell.group, "depth": cell.depth, "seed": cell.seed, "lr": cell.lr}
+        | {"role": cell.role, "name": cell.name, "outcome": outcomes.get(run_id)}
+        for cell, run_id in cells
+    ]
+    manifest = {
+        "id": claim.id,
+        "profile": profile,
+        "family": claim.family,
+        "says": claim.says,
+        "source": claim.source,
+        "t": time.time_ns() // 1_000_000,
+        "cells": rows,
+        "verdict": judgement.as_dict() if judgement else None,
+        "figures": [str(path) for path in figures],
+        "report": str(report) if report else None,
+    }
+    path = manifest_path(runs, claim.id, profile)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(manifest, indent=1, allow_nan=False))
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written ({error.strerror}); choose another folder for the runs") from None
+
+
+def cells_of(runs: Path, claim_id: str, profile: str) -> list[tuple[Cell, str]]:
+    """Returns the (cell, run id) pairs of a claim's manifest; empty where it was never started.
+
+    Raises:
+        StoreError: the file is there and is not a manifest.
+    """
+    path = manifest_path(runs, claim_id, profile)
+    if not path.exists():
+        return []
+    rows = read_manifest(path).cells
+    return [(Cell(row.arm, row.depth, row.seed, row.lr, cast(Role, row.role)), row.run) for row in rows]
+
+
+def results_of(runs: Path, cells: Sequence[tuple[Cell, str]]) -> list[Result]:
+    """Returns the cells with what their runs left so far."""
+    return [Result(cell, record_of(runs, run_id)) for cell, run_id in cells]
+
+
+def outcomes_of(claim: Claim, results: Sequence[Result], cells: Sequence[tuple[Cell, str]]) -> dict[str, str]:
+    """Returns {run id: trained | plateau | diverged | nan | undecided} for the runs that have ended.
+
+    Where a claim expects slopes, nobody asks whether its short runs train: they are `measured`.
+    """
+    words = {}
+    slopes = any(isinstance(expectation, Slope) for expectation in claim.expect)
+    for result, (_, run_id) in zip(results, cells, strict=True):
+        state = result.state
+        if state.label == "missing" or result.record is None:
+            continue
+        not_finite = (result.record.end or {}).get("outcome") == "nan"
+        word = "measured" if slopes else {"stuck": "plateau"}.get(state.label, state.label)
+        words[run_id] = "nan" if not_finite else word
+    return words
+
+
+def record_of(runs: Path, run_id: str) -> RunRecord | None:
+    """Returns the record of a run, or None where it never started."""
+    return read_run(runs / run_id) if (runs / run_id / SPOOL).exists() else None

@@ -1,0 +1,222 @@
+"""The report of the claims: one HTML page, a Markdown text, report.json, and compact records to publish.
+
+Everything is drawn from stored records by the judge that the runner uses too, so a report needs no GPU, no server and
+no training, and can be written at any time, also while runs are missing.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from normscale.claims.claim import Cell, Claim, ProfileName
+from normscale.claims.discover import experiments_folder, list_claims
+from normscale.claims.figures import draw
+from normscale.claims.manifest import cells_of, results_of
+from normscale.claims.page import markdown, page
+from normscale.claims.verdict import Judgement, Result, judge
+from normscale.errors import StoreError
+from normscale.tracking.files import write_whole
+
+LARGEST_FIRST: tuple[ProfileName, ...] = ("gpu", "cpu", "smoke")
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A claim as the report shows it; `profile` is None where it was never run."""
+
+    claim: Claim
+    profile: ProfileName | None
+    judgement: Judgement
+    results: list[Result]
+    run_ids: list[str]
+    figure: Path | None = None
+
+    @property
+    def command(self) -> str:
+        return f"make claim CLAIM={self.claim.id} PROFILE={self.profile or 'cpu'}"
+
+    @property
+    def done(self) -> int:
+        return sum(result.record is not None and result.record.finished for result in self.results)
+
+    def numbers(self) -> dict[str, Any]:
+        """Returns what report.json says of the claim."""
+        told = self.judgement.as_dict()
+        for row in told["measured"]:
+            row["paper"] = self.claim.paper.get(row["name"])
+        head = {"id": self.claim.id, "says": self.claim.says, "source": self.claim.source, "profile": self.profile}
+        return head | told | {"runs": {"done": self.done, "of": len(self.results)}, "command": self.command}
+
+    def environments(self) -> list[dict[str, Any]]:
+        """Returns the machines and versions that its runs saw, each once."""
+        seen: list[dict[str, Any]] = []
+        for result in self.results:
+            start = result.record.start if result.record else {}
+            found = {**start.get("environment", {}), "device": start.get("identity", {}).get("device")}
+            if start and found not in seen:
+                seen.append(found)
+        return seen
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report on disk."""
+
+    folder: Path
+    claims: list[Reported]
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "report.html"
+
+    def __str__(self) -> str:
+        """Returns the verdicts as a table for a terminal, and where the page is."""
+        return f"{table(self.claims)}\n\nreport   {self.page}"
+
+
+def write_report(
+    runs: Path,
+    claims: Sequence[Claim] | None = None,
+    profiles: Mapping[str, ProfileName] | None = None,
+    reports: Path = Path("reports"),
+) -> Written:
+    """Writes reports/<date-time>/ about the claims (None: all of the checkout) and points reports/latest at it.
+
+    A claim is shown at the profile that `profiles` names, else at the largest it was ever run at.
+
+    Raises:
+        StoreError: the reports folder cannot be written, or a manifest cannot be read.
+    """
+    runs, reports = runs.absolute(), reports.absolute()
+    listed = list_claims() if claims is None else claims
+    gathered = [_gather(claim, runs, (profiles or {}).get(claim.id)) for claim in listed]
+    try:
+        folder = _new_folder(reports)
+        shown = [_with_figure(reported, folder) for reported in gathered]
+        written = Written(folder, shown)
+        date = time.strftime("%Y-%m-%d %H:%M %Z")
+        write_whole(folder / "report.html", page(shown, date))
+        write_whole(folder / "report.md", markdown(shown, date))
+        told = {"t": time.time_ns() // 1_000_000, "date": date, "claims": [reported.numbers() for reported in shown]}
+        write_whole(folder / "report.json", json.dumps(told, indent=1, allow_nan=False) + "\n")
+        _point(reports / "latest", folder)
+    except OSError as error:
+        raise StoreError(
+            f"{reports}: the report cannot be written ({error.strerror}); make room or the folder"
+        ) from None
+    return written
+
+
+def publish(written: Written, results: Path | None = None) -> list[Path]:
+    """Writes a compact record and the figure of every claim that was run to experiments/results; returns the files.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    files = []
+    results = results or experiments_folder() / "results"
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        for reported in written.claims:
+            if not reported.done or reported.profile == "smoke":
+                continue
+            path = results / f"{reported.claim.id}.json"
+            record = reported.numbers() | {
+                "date": time.strftime("%Y-%m-%d"),
+                "environment": reported.environments(),
+                "cells": [_cell(result, run) for result, run in zip(reported.results, reported.run_ids, strict=True)],
+            }
+            write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+            files.append(path)
+            if reported.figure:
+                files.append(Path(shutil.copyfile(reported.figure, path.with_suffix(".png"))))
+    except OSError as error:
+        raise StoreError(f"{results}: cannot be written ({error.strerror})") from None
+    return files
+
+
+def table(claims: Sequence[Reported], width: int | None = None) -> str:
+    """Returns the verdicts as a table for a terminal."""
+    width = width or min(120, max(60, shutil.get_terminal_size().columns))
+    first = max([len(reported.claim.id) for reported in claims] + [5]) + 2
+    lines = [f"{'claim':{first}}{'verdict':14}in numbers"]
+    for reported in claims:
+        verdict, text = reported.judgement.verdict, reported.judgement.headline.split(" - ", 1)[-1]
+        wrapped = textwrap.wrap(text, max(20, width - first - 14)) or [""]
+        lines.append(f"{reported.claim.id:{first}}{verdict.upper():14}{wrapped[0]}")
+        lines += [" " * (first + 14) + line for line in wrapped[1:]]
+    return "\n".join(lines)
+
+
+def writable(reports: Path) -> None:
+    """Makes the reports folder, before hours of runs find out that it cannot be.
+
+    Raises:
+        StoreError: it cannot be made or written.
+    """
+    try:
+        reports.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=reports):
+            pass
+    except OSError as error:
+        raise StoreError(f"{reports}: reports cannot be written there ({error.strerror}); make it writable") from None
+
+
+def _gather(claim: Claim, runs: Path, profile: ProfileName | None) -> Reported:
+    for candidate in [profile] if profile else LARGEST_FIRST:
+        cells = cells_of(runs, claim.id, candidate)
+        if cells:
+            results = results_of(runs, cells)
+            return Reported(claim, candidate, judge(claim, candidate, results), results, [run for _, run in cells])
+    return Reported(claim, None, Judgement("not run", "NOT RUN - it was never started"), [], [])
+
+
+def _with_figure(reported: Reported, folder: Path) -> Reported:
+    path = folder / f"{reported.claim.id}.png"
+    if not draw(reported.claim, reported.results, path):
+        return reported
+    return Reported(**{**vars(reported), "figure": path})
+
+
+def _new_folder(reports: Path) -> Path:
+    stamp = time.strftime("%Y-%m-%d-%H%M%S")
+    for number in range(1000):
+        folder = reports / (f"{stamp}-{number}" if number else stamp)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if reports.exists() and not reports.is_dir():
+                raise
+    raise FileExistsError(17, "too many reports in one second")
+
+
+def _point(link: Path, folder: Path) -> None:
+    """Replaces a symbolic link in one move."""
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.name)
+    os.replace(fresh, link)
+
+
+def _cell(result: Result, run_id: str) -> dict[str, Any]:
+    cell: Cell = result.cell
+    told = {key: value for key, value in asdict(cell).items() if key != "settings"}
+    told |= {"run": run_id, "state": result.state.label, "loss_val": result.state.loss, "gap": result.state.gap}
+    if result.record is not None and "update" in result.record.series:
+        series = result.record.series["update"]
+        told["update"] = dict(zip(map(str, series.steps), series.values, strict=True))
+    return _finite(told)  # type: ignore[no-any-return]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and value - value != 0 else value

@@ -1,0 +1,106 @@
+"""What became of one run: trained, stuck, diverged, undecided, or missing. Pure functions of its record.
+
+All thresholds are in nats per target and compare the run with the unigram entropy of its own held-out text, which a
+model reaches that has learnt how often each byte occurs and nothing else.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from normscale.tracking.spool import RunRecord, Series
+
+Label = Literal["trained", "stuck", "diverged", "undecided", "missing"]
+
+TRAINED = 0.2
+"""A run has trained when its held-out loss is this far below the unigram entropy. Knowing the byte before is worth
+about 0.7 nats on English and on source text, so 0.2 takes context, and no sampling of the held-out text gives it."""
+
+AT_UNIGRAM = 0.1
+"""Half of that: what a few thousand held-out bytes can differ in from the whole split without any learning."""
+
+STANDSTILL = 0.02
+"""A run at the unigram entropy is stuck when it improves by less than this over the last third of its steps."""
+
+SPIKE = 0.5
+"""A training loss that ends this far above its lowest earlier level has spiked and not come back. Means over a sixth
+of a run differ by about 0.1 nats from one batch of text to another."""
+
+_ROUNDING = 1e-9  # a value that is meant to be exactly at a threshold must not fall to either side by rounding
+
+
+@dataclass(frozen=True)
+class State:
+    """What became of a run, the numbers that say so, and a line of words for a reader."""
+
+    label: Label
+    why: str
+    loss: float | None = None
+    gap: float | None = None
+    improved: float | None = None
+
+    @property
+    def dead(self) -> bool:
+        return self.label in ("stuck", "diverged")
+
+
+def state_of(record: RunRecord | None) -> State:
+    """Returns what became of a run; a run without an end of its own is missing, which is no measurement."""
+    if record is None:
+        return State("missing", "no record")
+    if not record.finished:
+        outcome = (record.end or {}).get("outcome", "unfinished")
+        return State("missing", f"it did not come to its end ({outcome})")
+    if (record.end or {}).get("outcome") == "nan":
+        step = record.summary.get("bad_step", -1)
+        return State("diverged", f"not finite at step {step}", math.nan, math.nan)
+    held_out = record.series.get("loss_val", Series())
+    unigram = record.start.get("data", {}).get("unigram_nats", record.summary.get("unigram_nats"))
+    if not held_out.values or unigram is None:
+        return State("undecided", "no held-out loss was recorded")
+    loss = held_out.values[-1]
+    if not math.isfinite(loss):
+        return State("diverged", "the held-out loss is not finite", math.nan, math.nan)
+    gap = float(unigram) - loss
+    training = record.series.get("loss_train", Series())
+    improved = drop_over_last_third(held_out)
+    if improved is None:
+        improved = drop_over_last_third(training)
+    if (rise := unrecovered_rise(training)) > SPIKE:
+        return State("diverged", f"the training loss ends {rise:.2f} nats above where it was", loss, gap, improved)
+    if gap >= TRAINED - _ROUNDING:
+        return State("trained", f"{gap:.2f} nats below the unigram entropy", loss, gap, improved)
+    moving = "an unknown amount" if improved is None else f"{improved:.3f} nats"
+    where = f"{gap:+.3f} nats below the unigram entropy, improving by {moving} over the last third"
+    if gap < AT_UNIGRAM and improved is not None and improved < STANDSTILL - _ROUNDING:
+        return State("stuck", where, loss, gap, improved)
+    return State("undecided", where, loss, gap, improved)
+
+
+def drop_over_last_third(series: Series) -> float | None:
+    """Returns how much a loss fell over the last third of the run, by a straight line through that third's points.
+
+    None when the third holds fewer than two finite points.
+    """
+    if not series.steps:
+        return None
+    last = series.steps[-1]
+    pairs = zip(series.steps, series.values, strict=True)
+    points = [(step, value) for step, value in pairs if 3 * step >= 2 * last and math.isfinite(value)]
+    if len(points) < 2:
+        return None
+    x, y = np.array(points, dtype=float).T
+    x -= x.mean()
+    return float(-(x @ y) / (x @ x) * last / 3)
+
+
+def unrecovered_rise(series: Series) -> float:
+    """Returns how far the last sixth of a training loss lies above the lowest sixth before it; 0 where it is lower."""
+    values = np.array([value for value in series.values if math.isfinite(value)])
+    width = max(1, len(values) // 6)
+    if len(values) < 2 * width:
+        return 0.0
+    smooth = np.convolve(values, np.full(width, 1 / width), mode="valid")
+    return max(0.0, float(smooth[-1] - smooth[:-width].min()))

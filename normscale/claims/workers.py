@@ -1,0 +1,246 @@
+"""A pool of single-threaded worker processes, one per core, that trains runs from a queue, longest first.
+
+At these sizes one thread per run is quicker than several threads on one run, and a run's numbers then depend on
+neither the number of workers nor their order. Every worker has a pipe of its own: a killed worker can then hold no
+lock that others wait for, and its end is seen at once.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from normscale.config.schema import RunConfig
+from normscale.errors import StoreError
+from normscale.tracking.files import try_lock
+
+Outcome = Literal["done", "failed", "lost"]
+
+TRAIN = "normscale.train.run:run"
+MESSAGE_S = 0.3  # a worker reports its step this often at most
+HELD_S = 2.0  # a run that another process holds is tried again after this
+
+
+@dataclass
+class Job:
+    """A run to be trained, and what is known of it. An empty `run_id` takes whatever it turns out to be."""
+
+    run_id: str
+    name: str
+    config: RunConfig
+    cost: float = 1.0
+    share: float = 0.0  # of its steps that are done
+    outcome: Outcome | None = None
+    note: str = ""
+    step_s: float | None = None
+    deaths: int = 0
+    not_before: float = 0.0
+
+
+@dataclass
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+    job: Job | None = None
+
+
+class Pool:
+    """Workers that live until `close`; use it as a context.
+
+    `entry` names the training function as "module:function"; it is called with a RunConfig and `on_step`.
+    """
+
+    def __init__(self, workers: int, entry: str = TRAIN):
+        self._entry = entry
+        self._context = multiprocessing.get_context("spawn")
+        self._workers = [self._start() for _ in range(workers)]
+
+    @property
+    def size(self) -> int:
+        return len(self._workers)
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [worker.process.pid for worker in self._workers]
+
+    @property
+    def running(self) -> list[Job]:
+        return [worker.job for worker in self._workers if worker.job]
+
+    def run(self, jobs: Sequence[Job], tell: Callable[[Job | None], None] = lambda job: None) -> None:
+        """Trains all jobs; `tell` is called with every job that ended, and with None a few times a second."""
+        waiting = sorted(jobs, key=lambda job: -job.cost)
+        while waiting or self.running:
+            for worker in self._workers:
+                if worker.job is None and (job := _next(waiting)):
+                    waiting.remove(job)
+                    self._give(worker, job)
+            for worker in self._ready():
+                job = worker.job
+                if self._hear(worker, waiting) and job:
+                    tell(job)
+            tell(None)
+
+    def close(self) -> None:
+        """Ends all workers at once, whatever they are doing."""
+        for worker in self._workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + 2
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.pipe.close()
+        self._workers = []
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(theirs, self._entry), daemon=True)
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+            process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _give(self, worker: _Worker, job: Job) -> None:
+        worker.job, job.share = job, 0.0
+        with suppress(OSError):  # where it is dead, its pipe says so next
+            worker.pipe.send(job.config.model_dump(mode="json"))
+
+    def _ready(self) -> Iterator[_Worker]:
+        pipes = {worker.pipe: worker for worker in self._workers if worker.job}
+        if not pipes:
+            time.sleep(0.1)
+        for pipe in wait(list(pipes), timeout=0.25) if pipes else []:
+            yield pipes[pipe]  # type: ignore[index]
+
+    def _hear(self, worker: _Worker, waiting: list[Job]) -> bool:
+        """Takes one message; returns whether the worker's job has ended."""
+        job = worker.job
+        if job is None:
+            return False
+        try:
+            kind, value = worker.pipe.recv()
+        except (EOFError, OSError):
+            return self._bury(worker, job, waiting)
+        if kind == "step":
+            job.share = value
+            return False
+        worker.job = None
+        if kind == "held":
+            job.note, job.not_before, job.share = value, time.monotonic() + HELD_S, 0.0
+            waiting.append(job)
+            return False
+        job.outcome, job.share = kind, 1.0
+        if kind == "done":
+            run_id, job.step_s = value
+            job.note = ""
+            if job.run_id not in ("", run_id):
+                job.outcome, job.note = "failed", f"the sources changed meanwhile: it ran as {run_id}; start again"
+        else:
+            job.note = value
+        return True
+
+    def _bury(self, worker: _Worker, job: Job, waiting: list[Job]) -> bool:
+        """Replaces a dead worker; its job is tried once more. Returns whether the job is lost."""
+        worker.process.join(1)
+        code = worker.process.exitcode
+        worker.pipe.close()
+        self._workers[self._workers.index(worker)] = self._start()
+        job.deaths += 1
+        job.note = f"its worker died (exit status {code})"
+        if job.deaths < 2:
+            waiting.append(job)
+            return False
+        job.outcome = "lost"
+        return True
+
+
+def cores() -> int:
+    """Returns the number of cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _next(waiting: list[Job]) -> Job | None:
+    now = time.monotonic()
+    return next((job for job in waiting if job.not_before <= now), None)
+
+
+def _work(pipe: Connection, entry: str) -> None:
+    """The life of a worker: take a configuration, train it, say how it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if entry == TRAIN:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.set_num_interop_threads(1)
+    module, function = entry.split(":")
+    train = getattr(importlib.import_module(module), function)
+    while True:
+        try:
+            config = RunConfig.model_validate(pipe.recv())
+        except EOFError:
+            return  # the parent is gone
+        pipe.send(_train(train, config, pipe))
+
+
+def _train(train: Callable[..., Any], config: RunConfig, pipe: Connection) -> tuple[str, Any]:
+    first = last = 0.0
+    steps = 0
+    told = time.monotonic()
+
+    def on_step(step: int, total: int, _loss: float) -> None:
+        nonlocal first, last, steps, told
+        last = time.monotonic()
+        first = first or last
+        steps += 1
+        if last - told > MESSAGE_S:
+            told = last
+            pipe.send(("step", step / max(1, total)))  # fails, and so ends the worker, when the parent is gone
+
+    try:
+        run_id = train(config, on_step=on_step).run_id
+    except BrokenPipeError:
+        os._exit(1)
+    except StoreError as error:
+        return ("held" if _held(config, str(error)) else "failed"), str(error)
+    except Exception as error:  # one broken run must not stop the others; its line goes into the report
+        return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return "done", (run_id, (last - first) / (steps - 1) if steps > 1 else None)
+
+
+def _held(config: RunConfig, message: str) -> bool:
+    """Returns whether the error names a run folder that another process holds right now."""
+    folder = Path(message.split(":", 1)[0])
+    if folder.parent != Path(config.tracking.runs).absolute() or not (folder / ".lock").exists():
+        return False
+    descriptor = try_lock(folder / ".lock")
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None or "another process" in message
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)

@@ -1,0 +1,258 @@
+"""The command line: parse, call, print. What a command needs is imported when it runs, so that --help is quick."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from normscale.arguments import Parser, refuse_unknown, run_command, say_error
+from normscale.errors import BadInput, NonFiniteStop
+
+if TYPE_CHECKING:
+    from normscale.config.load import Loaded
+    from normscale.train.run import RunResult
+
+EPILOG = "exit codes: 0 well, 1 failed, 2 bad input, 3 stopped on non-finite values"
+CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
+COMMANDS = ("train", "check", "claim", "sync", "ui")
+CLAIM_COMMANDS = ("list", "run", "report")
+DEFAULT_RUNS, DEFAULT_URI = "runs", "sqlite:///mlflow.db"
+SYNC_S = 60.0  # what the last replay may take after training
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of one command."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if _rank() == 0:
+            say_error(line)
+        elif not _status_dir():  # with a status folder the launcher says it, once
+            say_error(f"rank {_rank()}: {line}")
+
+    code = run_command(lambda: _run(words), say)
+    _leave_status(code, " ".join(said))
+    return code
+
+
+def _run(words: list[str]) -> int:
+    if words and not words[0].startswith("-"):
+        refuse_unknown(words[0], COMMANDS, "a command")
+        if words[0] == "claim" and len(words) > 1 and not words[1].startswith("-"):
+            refuse_unknown(words[1], CLAIM_COMMANDS, "a claim command")
+    options, rest = _parser().parse_known_args(words)
+    if rest and hasattr(options, "words") and not any(word.startswith("-") for word in rest):
+        options.words += rest  # words after an option: train CONFIG --fresh key=value
+    elif rest:
+        raise BadInput(f"{rest[0]}: normscale {words[0]} has no such option (see normscale {words[0]} --help)")
+    code: int = options.call(options)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="normscale", description=_first_line(), epilog=EPILOG, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
+
+    train = commands.add_parser("train", help="train one model", epilog=EPILOG, allow_abbrev=False)
+    train.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)
+    train.add_argument("--fresh", action="store_true", help="train even if this very run was finished before")
+    train.set_defaults(call=_train)
+
+    check = commands.add_parser("check", help="check a configuration and say what it makes", allow_abbrev=False)
+    check.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)
+    check.set_defaults(call=_check)
+
+    claim = commands.add_parser("claim", help="list, run and report claims", epilog=EPILOG, allow_abbrev=False)
+    claims = claim.add_subparsers(required=True, metavar="|".join(CLAIM_COMMANDS))
+    claims.add_parser("list", help="list the claims").set_defaults(call=_claim_list)
+    run = claims.add_parser("run", help="run and judge claims", allow_abbrev=False)
+    run.add_argument("words", nargs="*", metavar="ID", help="claims to run; core stands for every core claim")
+    run.add_argument("--core", action="store_true", help="the core claims")
+    run.add_argument("--profile", choices=("smoke", "cpu", "gpu"), default="cpu", help="how much (default cpu)")
+    run.add_argument("--workers", type=int, help="runs at a time (default: one a core)")
+    _store(run)
+    run.set_defaults(call=_claim_run)
+    report = claims.add_parser("report", help="write the report from stored records", allow_abbrev=False)
+    _store(report)
+    report.set_defaults(call=_claim_report)
+
+    sync = commands.add_parser("sync", help="replay the stored records into MLflow", allow_abbrev=False)
+    _store(sync)
+    sync.set_defaults(call=_sync)
+
+    ui = commands.add_parser("ui", help="open the MLflow UI on this machine", allow_abbrev=False)
+    ui.add_argument("--port", type=int, default=5000, help="(default 5000)")
+    _store(ui)
+    ui.set_defaults(call=_ui)
+    return parser
+
+
+def _store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runs", type=Path, default=Path(DEFAULT_RUNS), help=f"folder of runs (default {DEFAULT_RUNS})"
+    )
+    parser.add_argument("--uri", default=DEFAULT_URI, help=f"MLflow store or server (default {DEFAULT_URI})")
+
+
+def _first_line() -> str:
+    import normscale
+
+    return (normscale.__doc__ or "").strip().partition("\n")[0]
+
+
+def _loaded(words: Sequence[str], command: str) -> "Loaded":
+    from normscale.config.load import read
+
+    if not words or ("=" in words[0] and not Path(words[0]).exists()):
+        raise BadInput(
+            f"{command}: no configuration; name a YAML file first, as in: {command} configs/train/quick.yaml"
+        )
+    return read(Path(words[0]), words[1:])
+
+
+def _train(options: argparse.Namespace) -> int:
+    loaded = _loaded(options.words, "normscale train")
+    from normscale.models.builder import resolve
+    from normscale.progress import Progress
+    from normscale.train.run import run
+
+    with loaded.sources.placed():
+        resolve(loaded.config.model)
+    if _rank() != 0:
+        return _exit_code(run(loaded.config, fresh=options.fresh))
+    tracking = loaded.config.tracking
+    progress = Progress()
+    with _sink(Path(tracking.runs), tracking.uri):
+        try:
+            result = run(loaded.config, fresh=options.fresh, on_step=progress)
+        finally:
+            progress.end()
+    _say_result(result, tracking.uri)
+    return _exit_code(result)
+
+
+def _exit_code(result: "RunResult") -> int:
+    """Returns the exit code of a run.
+
+    Raises:
+        NonFiniteStop: the run stopped on a value that is not finite.
+    """
+    if result.exit_code == NonFiniteStop.exit_code:
+        where = f", first in {result.summary['bad_parameter']}" if result.summary.get("bad_parameter") else ""
+        raise NonFiniteStop(
+            f"stopped at step {result.summary.get('bad_step', '?')}: the loss or the gradient was not finite{where}"
+        )
+    return result.exit_code
+
+
+@contextlib.contextmanager
+def _sink(runs: Path, uri: str | None) -> Iterator[None]:
+    """Replays records while they are written, in a process of its own that cannot slow or stop training."""
+    if uri is None:
+        yield
+        return
+    from normscale.tracking.sink_process import LOG, finish_sink, start_sink
+
+    sink = start_sink(runs, uri)
+    try:
+        yield
+    finally:
+        if finish_sink(sink, SYNC_S) != 0:
+            print(f"MLflow is not up to date (see {runs / LOG}); normscale sync mends it", file=sys.stderr)
+
+
+def _say_result(result: "RunResult", uri: str | None) -> None:
+    said: str = "finished before; --fresh trains it again" if result.skipped_existing else result.outcome
+    if {"loss_val", "unigram_nats"} <= result.summary.keys():
+        said += f"; held-out loss {result.summary['loss_val']:.3f} nats (unigram {result.summary['unigram_nats']:.3f})"
+    print(said)
+    print(f"run folder: {result.run_dir}")
+    if uri is not None:
+        print(f"MLflow: {uri} (normscale ui opens it)")
+
+
+def _check(options: argparse.Namespace) -> int:
+    loaded = _loaded(options.words, "normscale check")
+    from normscale.config.load import dump
+    from normscale.models.builder import build, resolve
+
+    with loaded.sources.placed():
+        plan = resolve(loaded.config.model)
+    import torch
+
+    with torch.device("meta"):  # shapes without memory
+        model = build(loaded.config.model, vocab=256, seed=loaded.config.seed)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(dump(loaded.config).rstrip())
+    print(f"# depth       N={plan.depth.N} M={plan.depth.M}, {len(list(plan.depth.sites()))} sublayers")
+    print(f"# parameters  {parameters:,}")
+    return 0
+
+
+def _claim_list(options: argparse.Namespace) -> int:
+    from normscale.claims.discover import list_claims
+
+    claims = list_claims()
+    width = max((len(claim.id) for claim in claims), default=0)
+    for claim in claims:
+        print(f"{claim.id:<{width}}  {claim.says}")
+    return 0
+
+
+def _claim_run(options: argparse.Namespace) -> int:
+    from normscale.claims.runner import run_claims
+
+    ids = [*options.words, *(["core"] if options.core else [])]
+    if not ids:
+        raise BadInput("claim run: no claim; name one of normscale claim list, or give --core")
+    return run_claims(ids, options.profile, runs=options.runs, uri=options.uri, workers=options.workers)
+
+
+def _claim_report(options: argparse.Namespace) -> int:
+    from normscale.claims.report import write_report
+
+    print(write_report(options.runs))
+    return 0
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from normscale.tracking.mlflow_sink import sync
+    from normscale.tracking.mlflow_store import resolve
+
+    report = sync(options.runs, resolve(options.uri))
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _ui(options: argparse.Namespace) -> int:
+    from normscale.tracking.sink_process import ui
+
+    return ui(options.uri, options.port, options.runs)
+
+
+def _rank() -> int:
+    word = os.environ.get("RANK", "0")
+    return int(word) if word.isdigit() else 0
+
+
+def _status_dir() -> str | None:
+    return os.environ.get("NORMSCALE_STATUS_DIR")
+
+
+def _leave_status(code: int, error: str) -> None:
+    """Leaves the exit code of this rank where its launcher asked for it, even if there never was a run folder."""
+    folder = _status_dir()
+    if folder is None:
+        return
+    status = {"rank": _rank(), "exit_code": code, "error": error, "t": time.time_ns()}
+    path = Path(folder) / f"rank{_rank()}.status"
+    with contextlib.suppress(OSError):  # the launcher is gone: nobody to tell
+        path.with_suffix(".part").write_text(json.dumps(status), encoding="utf-8")
+        path.with_suffix(".part").replace(path)

@@ -1,0 +1,109 @@
+"""The dotted keys of a configuration, read off the schema: what each takes, its default and its help."""
+
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, NamedTuple
+
+from normscale.config.schema import RunConfig, Section
+
+
+class Key(NamedTuple):
+    """One dotted key: the text of its type ("a whole number >= 1 or null"), its default and its one-line help."""
+
+    key: str
+    type: str
+    default: Any
+    help: str
+
+
+class _Field(NamedTuple):
+    schema: dict[str, Any]
+    default: Any
+
+
+@cache
+def _fields() -> dict[str, _Field | None]:
+    """Returns every dotted key; a section has no field."""
+    found: dict[str, _Field | None] = {}
+
+    def visit(section: type[Section], prefix: str) -> None:
+        schemas = section.model_json_schema()["properties"]
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                found[prefix + name] = None
+                visit(field.annotation, f"{prefix}{name}.")
+            else:
+                found[prefix + name] = _Field(schemas[name], field.default)
+
+    visit(RunConfig, "")
+    return found
+
+
+def describe() -> list[Key]:
+    """Returns every key that can be set, in the order of the schema."""
+    leaves = [(key, field) for key, field in _fields().items() if field]
+    return [Key(key, _type(field.schema), field.default, field.schema.get("description", "")) for key, field in leaves]
+
+
+def is_key(key: str) -> bool:
+    """Returns whether `key` is a section or a value of the schema (keys inside options and lists are not)."""
+    return key in _fields()
+
+
+def expected(key: str, inside: bool = False) -> str:
+    """Returns what a known key takes, in words; with `inside`, what one element of its list takes."""
+    field = _fields()[key]
+    if field is None:
+        return f"a section (a mapping with the keys {', '.join(children(key))})"
+    schema = field.schema
+    if inside:
+        schema = schema["prefixItems"][0] if "prefixItems" in schema else schema.get("items", schema)
+    return _type(schema)
+
+
+def choices(key: str) -> list[str]:
+    """Returns the words a known key can take, or an empty list when it takes something else."""
+    field = _fields()[key]
+    return field.schema.get("enum", []) if field else []
+
+
+def children(section: str) -> list[str]:
+    """Returns the names directly inside a section ("" is the whole configuration)."""
+    prefix = f"{section}." if section else ""
+    inside = (key.removeprefix(prefix) for key in _fields() if key.startswith(prefix))
+    return [name for name in inside if "." not in name]
+
+
+def hint(section: str, name: str) -> str:
+    """Returns the names a section has, then where an unknown name belongs or which name is nearest to it."""
+    allowed = children(section)
+    elsewhere = [key for key in _fields() if key.rpartition(".")[2] == name]
+    if elsewhere:
+        guess = f"; write {' or '.join(elsewhere)}"
+    else:  # a name of this section is written as it is, one of another section in full
+        full = {key.rpartition(".")[2]: key for key in _fields()} | {own: own for own in allowed}
+        close = [own for own in allowed if own.casefold() == name.casefold()] or get_close_matches(name, full, n=1)
+        guess = f"; did you mean {full[close[0]]!r}?" if close else ""
+    return f"; {section or 'a configuration'} has {', '.join(allowed)}{guess}"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(kind) for kind in schema["anyOf"])
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    if schema["type"] == "array":
+        if "prefixItems" in schema:
+            return f"a list of {schema['minItems']}, each {_type(schema['prefixItems'][0])}"
+        return f"a list, each {_type(schema['items'])}"
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a line of text",
+        "object": "a mapping of options",
+        "null": "null",
+    }
+    signs = {"gt": ">", "ge": ">=", "lt": "<"}  # `le` only keeps numbers sane; a message names it when it is broken
+    bounds = [f"{sign} {schema[name]:.10g}" for name, sign in signs.items() if name in schema]
+    return " ".join([words[schema["type"]], " and ".join(bounds)]).strip()

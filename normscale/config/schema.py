@@ -1,0 +1,276 @@
+"""The typed configuration of a run: frozen, unknown keys refused, every default in sight.
+
+This is the first of two stages and imports no torch: it checks names, types, ranges and combinations. The second
+stage, in `models`, resolves the scheme's and the norm's own options against the schemes themselves.
+
+A value that would silently do nothing (a momentum for AdamW, a floor for a constant schedule) is refused, unless it
+is the default.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+OPTION_DEPTH = 16  # levels of nesting in scheme_options and norm_options; far more than any scheme needs
+
+
+def says(text: str) -> Any:
+    """Returns the one-line help of a field."""
+    return Field(description=text)
+
+
+def conflict(said: str, *keys: str) -> PydanticCustomError:
+    """Returns the error of a combination: what is said after the first key, and every key that takes part."""
+    return PydanticCustomError("conflict", "{said}", {"said": said, "keys": keys})
+
+
+def unused(key: str, value: object, has: str, mend: str) -> PydanticCustomError:
+    """Returns the error of a value that nothing would read because another key (`has`, as key=value) is as it is."""
+    return conflict(f"{value} would do nothing with {has}; remove it or set {mend}", key, has.partition("=")[0])
+
+
+def _not_a_flag(value: Any) -> Any:
+    if isinstance(value, bool):  # Python counts True as 1; a configuration does not
+        raise PydanticCustomError("flag_for_number", "a number is wanted")
+    return value
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Returns `value` when it is made of what JSON and YAML can both hold: a run's identity is hashed from it."""
+    if depth > OPTION_DEPTH:
+        raise conflict(f"nested more than {OPTION_DEPTH} levels deep; options are flat or nearly so")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise conflict(f"the option name {key!r} is not text; put it in quotes")
+            _plain(key, depth + 1)
+            _plain(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _plain(item, depth + 1)
+    elif isinstance(value, str):
+        if any(0xD800 <= ord(letter) < 0xE000 for letter in value):
+            raise conflict("holds half a Unicode character, which cannot be written to a file")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise conflict(f"holds {value}; only finite numbers can be recorded")
+    elif not isinstance(value, bool | int | float | None):
+        raise conflict(f"holds a {type(value).__name__}; use text, numbers, true, false, null, lists and mappings")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_not_a_flag)]
+Number = Annotated[float, BeforeValidator(_not_a_flag)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Options = Annotated[dict[Any, Any], AfterValidator(_plain)]
+
+Positive = Annotated[Number, Field(gt=0)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, lt=1)]
+Count = Annotated[Whole, Field(ge=1, le=10**12)]
+CountOrZero = Annotated[Whole, Field(ge=0, le=10**12)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, and a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The Transformer. N and M count blocks, not sublayers; a decoder-only model has N=0."""
+
+    N: Annotated[CountOrZero, says("encoder blocks; only 0 is built yet")] = 0
+    M: Annotated[CountOrZero, says("decoder blocks, each with two sublayers")] = 12
+    d: Annotated[Count, says("width of the residual stream")] = 64
+    heads: Annotated[Count, says("attention heads; divides d")] = 4
+    ffn: Annotated[Count | None, says("null: 4 d for gelu, 8 d / 3 up to a multiple of 8 for swiglu")] = None
+    context: Annotated[Count, says("tokens (bytes) of one sequence")] = 64
+    scheme: Annotated[Text, says("where norms stand and how branches join the stream")] = "deepnorm"
+    scheme_options: Annotated[Options, says("the scheme's own options")] = {}
+    norm: Annotated[Text, says("the norm function")] = "layernorm"
+    norm_options: Annotated[Options, says("the norm's own options")] = {}
+    eps: Annotated[NonNegative, says("added inside the root of every norm")] = 1e-5
+    positions: Annotated[Literal["rope", "learned"], says("how positions enter")] = "rope"
+    activation: Annotated[Literal["gelu", "swiglu"], says("the feed-forward activation")] = "gelu"
+    tied: Annotated[Flag, says("the head is the embedding, transposed")] = True
+    bias: Annotated[Flag, says("linear layers have a bias")] = True
+    dropout: Annotated[Share, says("share of each branch's output dropped in training")] = 0.0
+    init: Annotated[Literal["xavier_normal", "xavier_uniform", "normal"], says("weight init")] = "xavier_normal"
+    init_std: Annotated[Positive, says("standard deviation, with init=normal only")] = 0.02
+    checkpointing: Annotated[Flag, says("recompute blocks in the backward pass")] = False
+    compile: Annotated[Flag, says("compile blocks, one graph per block structure")] = False
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "ModelConfig":
+        if self.N:
+            raise conflict(
+                f"{self.N} encoder blocks are not built by this version; set model.N=0 and count blocks in model.M",
+                "model.N",
+            )
+        if not self.M:
+            raise conflict("0 decoder blocks leave nothing to train; set model.M to 1 or more", "model.M", "model.N")
+        if self.d % self.heads:
+            fits = max(h for h in range(1, min(self.heads, 4096) + 1) if self.d % h == 0)
+            raise conflict(f"{self.heads} does not divide model.d={self.d}; {fits} does", "model.heads", "model.d")
+        if self.positions == "rope" and (self.d // self.heads) % 2:
+            raise conflict(
+                f"rope turns pairs and needs an even head width, but model.d={self.d} / model.heads={self.heads}"
+                f" is {self.d // self.heads}; change one of them or set model.positions=learned",
+                "model.positions",
+                "model.d",
+                "model.heads",
+            )
+        if self.init != "normal" and self.init_std != 0.02:
+            raise unused("model.init_std", self.init_std, f"model.init={self.init}", "model.init=normal")
+        return self
+
+
+class DataConfig(Section):
+    """The corpus: `embedded`, a path to .txt or .jsonl, or `hub:owner/name`. Always read as bytes (vocabulary 256)."""
+
+    source: Annotated[Text, says("embedded, a path to .txt or .jsonl, or hub:owner/name")] = "embedded"
+    field: Annotated[Text, says("key of the text in JSONL lines and hub data sets")] = "text"
+    held_out: Annotated[Number, Field(gt=0, lt=1), says("share of the bytes never trained on")] = 0.1
+    max_bytes: Annotated[Count | None, says("read at most so much of the corpus; null: all")] = 4_000_000
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "DataConfig":
+        if self.field != "text" and (self.source == "embedded" or self.source.endswith(".txt")):
+            mend = "data.source to a .jsonl file or a hub name"
+            raise unused("data.field", repr(self.field), f"data.source={self.source}", mend)
+        return self
+
+
+class OptimConfig(Section):
+    """The optimizer. `clip` is the largest global gradient norm; null turns clipping off."""
+
+    name: Annotated[Literal["adamw", "sgd"], says("the optimizer")] = "adamw"
+    lr: Annotated[Positive, says("peak learning rate")] = 1e-3
+    betas: Annotated[tuple[Share, Share], says("decay of AdamW's two averages")] = (0.9, 0.98)
+    eps: Annotated[Positive, says("AdamW's epsilon")] = 1e-8
+    weight_decay: Annotated[NonNegative, says("weight decay")] = 0.0
+    momentum: Annotated[Share, says("SGD's momentum")] = 0.0
+    clip: Annotated[Positive | None, says("largest global gradient norm; null: no clipping")] = None
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "OptimConfig":
+        needs = {"adamw": ("betas", "eps"), "sgd": ("momentum",)}
+        for owner, fields in needs.items():
+            for field in fields:
+                value = getattr(self, field)
+                if self.name != owner and value != type(self).model_fields[field].default:
+                    shown = list(value) if isinstance(value, tuple) else value
+                    name = "train.optim.name"
+                    raise unused(f"train.optim.{field}", shown, f"{name}={self.name}", f"{name}={owner}")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate over *applied* steps."""
+
+    kind: Annotated[Literal["constant", "inverse_sqrt", "cosine"], says("shape after the warm-up")] = "constant"
+    warmup_steps: Annotated[CountOrZero, says("steps of linear warm-up")] = 0
+    floor: Annotated[Share, says("cosine only: last learning rate as a share of the peak")] = 0.0
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "ScheduleConfig":
+        if self.floor and self.kind != "cosine":
+            kind = "train.schedule.kind"
+            raise unused("train.schedule.floor", self.floor, f"{kind}={self.kind}", f"{kind}=cosine")
+        return self
+
+
+class TrainConfig(Section):
+    """Steps and batches. `batch` is the number of sequences of one optimizer step over all ranks."""
+
+    steps: Annotated[Count, says("optimizer steps to attempt")] = 200
+    batch: Annotated[Count, says("sequences of one optimizer step, over all ranks")] = 8
+    accumulate: Annotated[Count, says("micro-batches of one step; divides batch")] = 1
+    eval_every: Annotated[CountOrZero, says("steps between held-out losses; 0: at the start and the end only")] = 0
+    eval_batches: Annotated[Count, says("held-out batches of one evaluation")] = 8
+    on_nonfinite: Annotated[Literal["skip", "stop"], says("at a loss or gradient that is not finite")] = "stop"
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "TrainConfig":
+        if self.schedule.warmup_steps > self.steps:
+            raise conflict(
+                f"{self.schedule.warmup_steps} is more than train.steps={self.steps}, so the peak is never reached;"
+                " shorten the warm-up or train longer",
+                "train.schedule.warmup_steps",
+                "train.steps",
+            )
+        if self.batch % self.accumulate:
+            raise conflict(
+                f"{self.accumulate} does not divide train.batch={self.batch}", "train.accumulate", "train.batch"
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    """What products are computed in. The residual stream, parameters and gradients stay in fp32."""
+
+    compute: Annotated[Literal["fp32", "bf16"], says("what products are computed in")] = "fp32"
+
+
+class UpdateProbeConfig(Section):
+    """The model-update probe: steps at which F(x, theta_t) - F(x, theta_0) is measured; empty turns it off."""
+
+    steps: Annotated[tuple[Count, ...], says("where the model update is measured, rising; []: nowhere")] = ()
+    sequences: Annotated[Count, says("sequences of the fixed batch it is measured on")] = 4
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "UpdateProbeConfig":
+        for before, after in zip(self.steps, self.steps[1:], strict=False):
+            if after <= before:
+                raise conflict(f"{after} comes after {before}; steps must rise", "probes.update.steps")
+        if not self.steps and self.sequences != 4:
+            raise unused("probes.update.sequences", self.sequences, "probes.update.steps=[]", "probes.update.steps")
+        return self
+
+
+class ProbesConfig(Section):
+    """What is measured, and how often. `every` is in steps; `profiles` adds the rows over depth."""
+
+    every: Annotated[Count, says("steps between records")] = 10
+    profiles: Annotated[Flag, says("record arrays over depth too")] = True
+    update: UpdateProbeConfig = UpdateProbeConfig()
+
+
+class TrackingConfig(Section):
+    """Where records go. The spool is always written; `uri` is where the sink replays it to (null: nowhere)."""
+
+    runs: Annotated[Text, says("folder of the runs' own records")] = "runs"
+    uri: Annotated[Text | None, says("MLflow store the sink fills; null: none")] = "sqlite:///mlflow.db"
+
+
+class RunConfig(Section):
+    """Everything one run depends on."""
+
+    name: Annotated[Text, says("a label for people; numbers do not depend on it")] = "run"
+    seed: Annotated[Whole, Field(ge=0, lt=2**31), says("of init, data order and dropout")] = 0
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    probes: ProbesConfig = ProbesConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        steps = self.probes.update.steps
+        if steps and steps[-1] > self.train.steps:
+            raise conflict(
+                f"{steps[-1]} is after the last step, train.steps={self.train.steps}",
+                "probes.update.steps",
+                "train.steps",
+            )
+        return self
+
+    def numerical(self) -> dict[str, Any]:
+        """Returns the part of the configuration that numbers depend on (no names, no places)."""
+        return self.model_dump(mode="json", exclude={"name", "tracking"})

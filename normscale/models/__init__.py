@@ -1,0 +1,1 @@
+"""The Transformers that schemes are tried on."""

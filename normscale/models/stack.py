@@ -1,0 +1,91 @@
+"""The decoder-only language model: embeddings, a flat list of blocks, a head."""
+
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from normscale.models.attention import rotary_tables
+from normscale.models.block import Block, Sublayer
+from normscale.schemes.scheme import Depth, Own, Scheme, Site, Streams
+
+
+class Decoder(nn.Module):
+    """A decoder-only Transformer over a vocabulary of V tokens.
+
+    Blocks stand in one flat list and run in a loop: 1000 of them need no deeper Python stack than one. Token vectors
+    are drawn with standard deviation 1/sqrt(D) and multiplied by sqrt(D), so that the stream starts at unit RMS and a
+    tied head gives logits of unit variance; learned positions are added as they are.
+
+    Shape: tokens [B, T] int64; result [B, T, V].
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        depth: Depth,
+        ends: Own,
+        blocks: list[Block],
+        vocab: int,
+        d: int,
+        context: int,
+        positions: Literal["rope", "learned"],
+        head_width: int,
+        tied: bool,
+        dropout: float,
+        checkpointing: bool,
+    ) -> None:
+        super().__init__()
+        self.scheme, self.depth, self.d, self.context = scheme, depth, d, context
+        self.checkpointing, self.structures = checkpointing, len({block.structure() for block in blocks})
+        self.token = nn.Parameter(torch.empty(vocab, d))
+        self.position = nn.Parameter(torch.empty(context, d)) if positions == "learned" else None
+        self.logits = None if tied else nn.Parameter(torch.empty(vocab, d))
+        self.ends = ends
+        self.blocks = nn.ModuleList(blocks)
+        self.dropout = nn.Dropout(dropout)
+        tables = rotary_tables(context, head_width) if positions == "rope" else (None, None)
+        self.register_buffer("rotary_cos", tables[0], persistent=False)
+        self.register_buffer("rotary_sin", tables[1], persistent=False)
+
+    def sites(self) -> list[Site]:
+        """Returns all sites in the order they run."""
+        return [sublayer.site for sublayer in self.sublayers()]
+
+    def sublayers(self) -> list[Sublayer]:
+        """Returns all sublayers in the order they run."""
+        return [sublayer for block in self.blocks for sublayer in cast(Block, block)]
+
+    @property
+    def stream_count(self) -> int:
+        """The number of tensors the scheme's stream is made of."""
+        return self.sublayers()[0].rows_of_site.numel() - 1
+
+    def features(self, tokens_BT: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Returns the output of the stack, before the head.
+
+        Shape: tokens [B, T] int64; rows [sites * (1 + streams), 3] fp32 or None; result [B, T, D].
+        """
+        x_BTD = self.token[tokens_BT] * self.d**0.5
+        if self.position is not None:
+            x_BTD = x_BTD + self.position[: tokens_BT.shape[1]]
+        streams: Streams = self.scheme.enter(self.dropout(x_BTD), self.ends)
+        rotary = None if self.rotary_cos is None else (self.rotary_cos, self.rotary_sin)
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                # `rows` goes around checkpoint's saved inputs: it is written in place, by the recomputation too.
+                streams = checkpoint(partial(block, rotary=rotary, rows=rows), streams, use_reentrant=False)
+            else:
+                streams = block(streams, rotary, rows)
+        return self.scheme.exit(streams, self.ends)
+
+    def forward(self, tokens_BT: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Returns the logits; with `rows`, the statistics of every site are written there.
+
+        Shape: tokens [B, T] int64; rows as in `features`; result [B, T, V].
+        """
+        x_BTD = self.features(tokens_BT, rows)
+        logits_BTV = nn.functional.linear(x_BTD, self.token if self.logits is None else self.logits)
+        return logits_BTV * self.ends.constant("logit_scale") if self.ends.has("logit_scale") else logits_BTV

@@ -1,0 +1,30 @@
+"""LayerNorm."""
+
+import torch
+from torch import Tensor, nn
+
+from normscale.config.schema import Section
+from normscale.norms.norm import Norm, register
+from normscale.ops.norm import layernorm
+
+
+@register("layernorm")
+class LayerNorm(Norm):
+    """gamma * (x - mean) / sqrt(var + eps) + bias.
+
+    Reference: Ba et al. 2016, arXiv:1607.06450, Eq. 3-4.
+    """
+
+    class Options(Section):
+        bias: bool = True
+
+    gamma: Tensor
+    bias: Tensor | None
+
+    def __init__(self, width: int, eps: float, options: Options) -> None:
+        super().__init__(width, eps, options)
+        self.gamma = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if options.bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layernorm(x, self.gamma, self.bias, self.current_eps())

@@ -1,0 +1,50 @@
+"""LayerNorm and RMSNorm over the last dimension: the definitions."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def layernorm(x: Tensor, gamma: Tensor | None, bias: Tensor | None, eps: float | Tensor) -> Tensor:
+    """Returns gamma * (x - mean) / sqrt(var + eps) + bias, in the dtype of `x`.
+
+    Statistics are in fp32 whatever the dtype of `x`: a half-precision variance overflows at 256 and loses eps=1e-8
+    altogether. The variance is the population variance; eps stands inside the root.
+
+    `eps` is a float in eager mode, where ATen's fused kernel does the work. A compiled graph takes a 0-d fp32 tensor,
+    since a Python number would be built into the graph, and a sweep over eps would be a graph a value.
+
+    Shape: x [..., D]; gamma, bias [D] or None; result [..., D].
+
+    Reference: Ba et al. 2016, arXiv:1607.06450, Eq. 3-4.
+    """
+    if isinstance(eps, Tensor):
+        x32 = x.float()
+        centred = x32 - x32.mean(-1, keepdim=True)
+        y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        return _affine(y, gamma, bias).to(x.dtype)
+    if x.dtype is torch.float32 or x.dtype is torch.float64:
+        return F.layer_norm(x, x.shape[-1:], gamma, bias, eps)
+    return F.layer_norm(x.float(), x.shape[-1:], gamma, bias, eps).to(x.dtype)
+
+
+def rmsnorm(x: Tensor, gamma: Tensor | None, eps: float | Tensor) -> Tensor:
+    """Returns gamma * x / sqrt(mean(x^2) + eps), in the dtype of `x`, with the statistics in fp32.
+
+    Shape: x [..., D]; gamma [D] or None; result [..., D].
+
+    Reference: Zhang and Sennrich 2019, arXiv:1910.07467, Eq. 4. The authors' code adds eps outside the root; here it
+    stands inside, as in LayerNorm and in almost every later model.
+    """
+    if isinstance(eps, Tensor):
+        x32 = x.float()
+        y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return _affine(y, gamma, None).to(x.dtype)
+    if x.dtype is torch.float32 or x.dtype is torch.float64:
+        return F.rms_norm(x, x.shape[-1:], gamma, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], gamma, eps).to(x.dtype)
+
+
+def _affine(y: Tensor, gamma: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = y if gamma is None else y * gamma
+    return y if bias is None else y + bias

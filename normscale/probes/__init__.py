@@ -1,0 +1,1 @@
+"""Probes: small classes on a schedule that measure a run and never change it."""

@@ -1,0 +1,55 @@
+"""The model update: how far training has moved the function, on a fixed batch."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from normscale.probes.probe import Array, Hand, Probe, Reading, Subject
+
+
+class ModelUpdate(Probe):
+    """The norm of F(x, theta_t) - F(x, theta_0), averaged over the tokens of a fixed batch x.
+
+    F is the output of the stack, before the head; theta_0 are the parameters the run began with.
+
+    Shape: tokens [B, T] int64.
+
+    Reference: Wang et al. 2022, arXiv:2203.00555, section 3.
+    """
+
+    name = "update"
+
+    def __init__(self, tokens: Tensor, steps: Sequence[int]) -> None:
+        self.tokens, self.steps = tokens, frozenset(steps)
+        self.origin: Tensor | None = None
+        self.norm: Tensor | None = None
+
+    def attach(self, subject: Subject) -> None:
+        self.features = subject.features
+        self.tokens = self.tokens.to(subject.device)
+        if self.origin is None:
+            self.origin = self.features(self.tokens)
+
+    def due(self, step: int) -> bool:
+        return step in self.steps
+
+    def begin(self, step: int) -> None:
+        self.norm = None
+
+    def after_step(self, step: int) -> None:
+        if self.due(step) and self.origin is not None:
+            moved = (self.features(self.tokens) - self.origin).double()
+            self.norm = torch.linalg.vector_norm(moved, dim=-1).mean()
+
+    def hand_over(self) -> Mapping[str, Hand]:
+        return {} if self.norm is None else {"norm": Hand(self.norm, "first")}
+
+    def read(self, values: Mapping[str, Array]) -> Reading:
+        return Reading({"update": float(values["norm"][0])}) if "norm" in values else Reading()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {} if self.origin is None else {"origin": self.origin}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.origin = state.get("origin")

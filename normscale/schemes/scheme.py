@@ -1,0 +1,241 @@
+"""The contract of a normalisation scheme: sites, roles, streams, and what a scheme decides.
+
+A scheme owns one whole idea: how sublayers join the residual stream, which norms stand where, the constants alpha and
+beta by depth, the initial gain of every parameter by its role, and whatever the idea needs besides. Nothing else in
+the tree asks which scheme it is. Defaults do nothing: the base class is a plain residual network without norms.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from normscale.config.schema import Section
+
+Side = Literal["encoder", "decoder"]
+Kind = Literal["self", "cross", "ffn"]
+Topology = Literal["encoder", "decoder", "encoder-decoder"]
+
+Streams = tuple[Tensor, ...]
+"""What flows from site to site, each [B, T, D]: one tensor for most schemes, two for two-stream schemes, and so on."""
+
+Parts = Mapping[str, "nn.Module | nn.Parameter | float"]
+"""What a scheme owns at a site, by name: norms and other modules, parameters, constants (numbers)."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a sublayer joins the stream. `index` is global: 0 is the first site of the whole model."""
+
+    side: Side
+    block: int
+    kind: Kind
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.side}.{self.block:04d}.{self.kind}"
+
+
+@dataclass(frozen=True)
+class Depth:
+    """N encoder blocks and M decoder blocks; blocks, not sublayers."""
+
+    N: int
+    M: int
+
+    def __post_init__(self) -> None:
+        if self.N < 0 or self.M < 0 or self.N + self.M == 0:
+            raise ValueError(f"a model needs at least one block, got N={self.N}, M={self.M}")
+
+    @property
+    def topology(self) -> Topology:
+        if self.N and self.M:
+            return "encoder-decoder"
+        return "encoder" if self.N else "decoder"
+
+    @property
+    def single(self) -> int:
+        """The number of blocks of a single stack.
+
+        Raises:
+            ValueError: there are two stacks.
+        """
+        if self.N and self.M:
+            raise ValueError(f"not a single stack: N={self.N}, M={self.M}")
+        return self.N or self.M
+
+    def kinds(self, side: Side) -> tuple[Kind, ...]:
+        """Returns the sublayers of one block, in the order they run."""
+        return ("self", "cross", "ffn") if side == "decoder" and self.N else ("self", "ffn")
+
+    def sites(self) -> list[Site]:
+        """Returns all sites in the order they run: 2N, 2M or 2N + 3M of them."""
+        sites: list[Site] = []
+        stacks: tuple[tuple[Side, int], ...] = (("encoder", self.N), ("decoder", self.M))
+        for side, blocks in stacks:
+            for block in range(blocks):
+                for kind in self.kinds(side):
+                    sites.append(Site(side, block, kind, len(sites)))
+        return sites
+
+
+Part = Literal["q", "k", "v", "o", "in", "gate", "out", "token", "position", "logits"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a parameter of the network is for: the part of which kind of sublayer (or of the model's ends).
+
+    Attention has parts q, k, v, o; a feed-forward sublayer in, out and, when gated, gate. A weight that holds several
+    parts in one tensor has one role for each range of rows.
+    """
+
+    kind: Literal["self", "cross", "ffn", "embedding", "head"]
+    part: Part
+    bias: bool = False
+
+
+class Own(nn.Module):
+    """What a scheme owns at one site: modules, parameters, and constants as fp32 tensors.
+
+    Constants are tensors, not Python numbers, so that one compiled graph serves all depths. They are buffers outside
+    the state dict: they follow from the configuration.
+    """
+
+    def __init__(self, kind: str, parts: Parts) -> None:
+        super().__init__()
+        self.kind = kind
+        for name, part in parts.items():
+            if isinstance(part, nn.Parameter):
+                self.register_parameter(name, part)
+            elif isinstance(part, nn.Module):
+                self.add_module(name, part)
+            else:
+                self.register_buffer(name, torch.tensor(part, dtype=torch.float32), persistent=False)
+
+    def has(self, name: str) -> bool:
+        """Tells whether the site owns a part called `name`; an exception site is one that lacks it."""
+        return name in self._modules or name in self._buffers or name in self._parameters
+
+    def module(self, name: str) -> Any:
+        """Returns the module called `name`."""
+        return self._modules[name]
+
+    def constant(self, name: str) -> Tensor:
+        """Returns the constant called `name`, a 0-d fp32 tensor."""
+        return cast(Tensor, self._buffers[name])
+
+    def parameter(self, name: str) -> Tensor:
+        """Returns the parameter called `name`."""
+        return cast(Tensor, self._parameters[name])
+
+
+@dataclass(frozen=True)
+class Make:
+    """What a scheme may build with: the configured norm (eps and options already in it) and the width.
+
+    `norm(width=None)` is the one way to a norm, so that the configured eps reaches every norm of the model.
+    """
+
+    width: int
+    norm: Callable[..., nn.Module]
+
+
+class Scheme:
+    """Base of all schemes: x' = x + F(x), no norms, unit gains, a stream of one tensor."""
+
+    name: ClassVar[str] = "none"
+    topologies: ClassVar[frozenset[Topology]] = frozenset(("encoder", "decoder", "encoder-decoder"))
+    refuses: ClassVar[Mapping[str, str]] = {}
+    """Options that make no sense for this scheme, each with the reason; naming one is an error that says why."""
+
+    class Options(Section):
+        """The scheme's own options, from `model.scheme_options`."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options if options is not None else self.Options()
+
+    # Numbers.
+
+    def alpha(self, depth: Depth, site: Site) -> float:
+        """Returns the multiplier of the residual at `site`."""
+        return 1.0
+
+    def beta(self, depth: Depth, site: Site) -> float:
+        """Returns the initial gain of the scaled parameters of the sublayer at `site`."""
+        return 1.0
+
+    def gain(self, depth: Depth, site: Site | None, role: Role) -> float:
+        """Returns the factor on the standard init of a parameter; `site` is None for embeddings and head.
+
+        Biases start at zero, so their gain never shows; it is stated all the same, and is 1 unless a scheme says so.
+        """
+        return 1.0
+
+    # What it owns.
+
+    def own(self, depth: Depth, site: Site, make: Make) -> Parts:
+        """Returns what the scheme owns at `site`."""
+        return {}
+
+    def own_ends(self, depth: Depth, side: Side, make: Make) -> Parts:
+        """Returns what the scheme owns where a stack begins and ends (a final norm, say), for `enter` and `exit`.
+
+        A constant called `logit_scale` multiplies the logits.
+        """
+        return {}
+
+    def slots(self, depth: Depth, site: Site, make: Make) -> Mapping[str, nn.Module]:
+        """Returns modules to put inside the branch at `site`.
+
+        Attention has `qkv` (called with q, k, v [B, H, T, K]; returns the three), `attn_scale` (called with q, after
+        the usual 1 / sqrt(K)) and `before_o` (called with the heads' joined output [B, T, D]); feed-forward has
+        `after_act` (called with the activation [B, T, F]).
+        """
+        return {}
+
+    # The stream.
+
+    def enter(self, emb: Tensor, ends: Own) -> Streams:
+        """Returns the streams a stack starts with.
+
+        Two streams that are one tensor here but two after the first block would be one compiled graph more: clone.
+
+        Shape: emb [B, T, D].
+        """
+        return (emb,)
+
+    def read(self, streams: Streams, own: Own) -> Tensor:
+        """Returns what the sublayer at this site sees.
+
+        Shape: result [B, T, D].
+        """
+        return streams[0]
+
+    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
+        """Returns the streams after the branch output `out` has joined them.
+
+        Shape: out [B, T, D].
+        """
+        return (streams[0] + out,)
+
+    def exit(self, streams: Streams, ends: Own) -> Tensor:
+        """Returns the output of the stack.
+
+        Shape: result [B, T, D].
+        """
+        return streams[0]
+
+    # Hooks in a run's life.
+
+    def calibrate(self, model: nn.Module, tokens: Tensor) -> None:
+        """Adjusts what the scheme owns to one batch before training (Admin's profiling); most do nothing.
+
+        Shape: tokens [B, T] int64.
+        """
+
+    def after_step(self, model: nn.Module) -> None:
+        """Projects weights after an applied optimizer step (nGPT); most do nothing."""

@@ -1,0 +1,176 @@
+"""What a run looks like in MLflow: names, colours, tags, parameters, metric points. Pure; imports no mlflow."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from normscale.tracking.manifest import Cell, Manifest
+from normscale.tracking.record import QUANTITIES
+from normscale.tracking.spool import RunRecord, Series
+
+AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
+NON_FINITE = QUANTITIES["nonfinite"].mlflow or "2-health/nonfinite"
+TRAINED_NATS = 0.1  # a held-out loss this far below the unigram entropy has learnt something
+MAX_PICTURED = 10  # the UI's image grid shows the first ten runs that have images
+
+COLOURS = {"post": "#d62728", "pre": "#2ca02c", "deepnorm": "#1f77b4"}
+_FURTHER = ("#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f", "#393b79")
+
+
+class Point(NamedTuple):
+    """One metric value."""
+
+    key: str
+    value: float
+    t: int
+    step: int
+
+
+def colours(arms: Sequence[str]) -> dict[str, str]:
+    """Returns a colour for each arm: fixed for the known ones, in order of appearance for the others."""
+    others = [arm for arm in dict.fromkeys(arms) if arm not in COLOURS]
+    further = {arm: _FURTHER[index % len(_FURTHER)] for index, arm in enumerate(others)}
+    return {arm: COLOURS.get(arm) or further[arm] for arm in arms}
+
+
+def colour_alone(scheme: str) -> str:
+    """Returns the colour of a run that belongs to no claim."""
+    return COLOURS.get(scheme) or _FURTHER[crc32(scheme.encode()) % len(_FURTHER)]
+
+
+def experiment_name(family: str | None) -> str:
+    """Returns the experiment for a claim's family, or for runs of no claim."""
+    return "normscale-" + (family or "train").replace("/", "-")
+
+
+def short_lr(lr: float) -> str:
+    """Returns a learning rate as people say it: 3e-4, 3.3e-4, 1e-3."""
+    mantissa, exponent = f"{lr:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def child_names(manifest: Manifest) -> dict[str, str]:
+    """Returns a name for each run of a claim, unique in it: cell and seed, then what sets the run apart."""
+    names: dict[str, str] = {}
+    for run in manifest.runs:
+        cell = manifest.cell_of(run)
+        name = cell.name or f"{cell.cell} s{cell.seed}"
+        extra = {"low-lr": f"lr{short_lr(cell.lr)}", "long": "long"}.get(cell.role, "")
+        if extra and extra not in name:
+            name += f" {extra}"
+        if name in names.values() and "lr" not in name:
+            name += f" lr{short_lr(cell.lr)}"
+        base, count = name, 2
+        while name in names.values():
+            name, count = f"{base} ({count})", count + 1
+        names[run] = name
+    return names
+
+
+def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:
+    """Returns trained | plateau | diverged | nan | error | interrupted | running."""
+    if record.end is None:
+        return "running" if alive else "interrupted"
+    if cell is not None and cell.outcome:
+        return cell.outcome
+    ended = str(record.end.get("outcome"))
+    if ended != "finished":
+        return ended
+    gap = record.summary.get("gap")
+    if not isinstance(gap, int | float) or not math.isfinite(gap) or gap < -TRAINED_NATS:
+        return "diverged"
+    return "trained" if gap > TRAINED_NATS else "plateau"
+
+
+def status(record: RunRecord, alive: bool) -> str:
+    """Returns MLflow's status: FAILED only for a stop on a non-finite value or an error, KILLED for a lost process."""
+    if record.end is None:
+        return "RUNNING" if alive else "KILLED"
+    return {"finished": "FINISHED", "interrupted": "KILLED"}.get(str(record.end.get("outcome")), "FAILED")
+
+
+def params(record: RunRecord, depth: int | None) -> dict[str, str]:
+    """Returns the parameters of a run, the ones people sort by, in the order in which they are shown."""
+    config = record.start.get("config") or {}
+    model, train = config.get("model", {}), config.get("train", {})
+    optim, schedule = train.get("optim", {}), train.get("schedule", {})
+    tokens = train["batch"] * model["context"] if "batch" in train and "context" in model else None
+    shown = {
+        "scheme": model.get("scheme"),
+        "layers": depth if depth is not None else model.get("N", 0) + model.get("M", 0),
+        "seed": config.get("seed"),
+        "norm": model.get("norm"),
+        "dtype": config.get("precision", {}).get("compute"),
+        "lr": optim.get("lr"),
+        "warmup": schedule.get("warmup_steps"),
+        "d_model": model.get("d"),
+        "eps": model.get("eps"),
+        "batch_tokens": tokens,
+        "optimizer": optim.get("name"),
+        "steps": train.get("steps"),
+    }
+    return {key: str(value) for key, value in shown.items() if value is not None}
+
+
+def points(record: RunRecord) -> list[Point]:
+    """Returns every metric value the window shows, in the order in which keys should first appear.
+
+    A value that is not finite is left out of its series; the step then carries 1 in 2-health/nonfinite, which is 0
+    at all other recorded steps.
+    """
+    found: list[Point] = []
+    summary, ended = record.summary, int(record.end["t"]) if record.end else 0
+    for name, quantity in QUANTITIES.items():
+        key = quantity.mlflow
+        if key is None or key == NON_FINITE:
+            continue
+        if key.startswith(AT_END):
+            if record.finished and (point := at_end(key.removeprefix(AT_END), summary.get(name), ended)):
+                found.append(point)
+        elif name in record.series:
+            found += _finite(key, record.series[name])
+    first_other = next((index for index, point in enumerate(found) if point.key > NON_FINITE), len(found))
+    return found[:first_other] + _flags(record) + found[first_other:]
+
+
+def at_end(name: str, value: Any, t: int) -> Point | None:
+    """Returns a number of the end as it goes into tables: four digits, at step 0; None where there is none."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return Point(AT_END + name, float(f"{value:.4g}"), t, 0)
+
+
+def _finite(key: str, series: Series) -> list[Point]:
+    rows = zip(series.values, series.t, series.steps, strict=True)
+    return [Point(key, value, t, step) for value, t, step in rows if math.isfinite(value)]
+
+
+def _flags(record: RunRecord) -> list[Point]:
+    times: dict[int, int] = {}
+    bad: set[int] = set()
+    for name, series in record.series.items():
+        for step, t, value in zip(series.steps, series.t, series.values, strict=True):
+            times[step] = max(t, times.get(step, 0))
+            if not math.isfinite(value) or (name == "nonfinite" and value != 0):
+                bad.add(step)
+    return [Point(NON_FINITE, float(step in bad), t, step) for step, t in sorted(times.items())]
+
+
+def pictured(manifest: Manifest) -> list[str]:
+    """Returns the runs of a claim that carry images: main cells, lowest seed, at most ten, ends of the depths kept."""
+    main = [cell for cell in manifest.cells if cell.role == "main"]
+    seed = min((cell.seed for cell in main), default=0)
+    first: dict[tuple[int, str], str] = {}
+    for cell in main:
+        if cell.seed == seed:
+            first.setdefault((cell.depth, cell.arm), cell.run)
+    runs = list(dict.fromkeys(first.values()))
+    if len(runs) <= MAX_PICTURED:
+        return runs
+    arms = len({arm for _, arm in first})
+    depths = sorted({depth for depth, _ in first})
+    count = max(1, min(len(depths), MAX_PICTURED // arms))
+    places = [len(depths) - 1] if count == 1 else [round(i * (len(depths) - 1) / (count - 1)) for i in range(count)]
+    chosen = {depths[place] for place in places}
+    return list(dict.fromkeys(run for (depth, _), run in first.items() if depth in chosen))[:MAX_PICTURED]

@@ -1,0 +1,220 @@
+"""The texts a person reads in MLflow: front pages of claims and runs, the list of claims, event reports. Markdown.
+
+Only the first two lines of a description show until it is unfolded, so the verdict and its number stand there.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from normscale.tracking.manifest import Manifest
+from normscale.tracking.mlflow_view import APART
+from normscale.tracking.spool import RunRecord
+from normscale.tracking.text import event_line, nonfinite_points, number
+
+ML = "workflowType=machine_learning"  # without it a first visit lands in the mode for language-model applications
+
+
+def run_path(experiment: str, run: str, artifact: str | None = None) -> str:
+    """Returns the part of a link after the host: the page of a run, or of one of its artifacts."""
+    place = f"/artifacts/{quote(artifact)}" if artifact else ""
+    return f"#/experiments/{experiment}/runs/{run}{place}?{ML}"
+
+
+def charts_path(experiment: str, view: str) -> str:
+    """Returns the part of a link after the host: all runs of a claim as charts."""
+    return f"#/experiments/{experiment}/runs?{ML}&compareRunsMode=CHART&viewStateShareKey={view}"
+
+
+def verdict_of(manifest: Manifest) -> str:
+    """Returns the verdict's word, "pending" until there is one."""
+    return str((manifest.verdict or {}).get("verdict") or "pending")
+
+
+def claim_page(
+    manifest: Manifest,
+    experiment: str,
+    parent: str,
+    records: Mapping[str, RunRecord],
+    outcomes: Mapping[str, str],
+    children: Mapping[str, tuple[str, str]],
+) -> str:
+    """Returns a claim's front page.
+
+    Args:
+        manifest: The claim.
+        experiment: Its experiment in MLflow.
+        parent: Its run in MLflow.
+        records: The spools read so far, by run id.
+        outcomes: The outcome of each of them.
+        children: (name, MLflow run) of each.
+    """
+    verdict = manifest.verdict or {}
+    ended = sum(record.end is not None for record in records.values())
+    progress = f"{ended} of {len(manifest.runs)} runs ended"
+    headline = str(verdict.get("headline") or "").strip() or manifest.says
+    shown = sum(manifest.cell_of(run).role != APART for run in manifest.runs)
+    count = f"all {shown}" if shown == len(manifest.runs) else f"{shown} of {len(manifest.runs)}"
+    links = [f"[Charts of {count} runs]({charts_path(experiment, manifest.key)})"]
+    links.append(f"[one line per cell]({charts_path(experiment, manifest.key + '-cells')})")
+    if manifest.report:
+        links.append(f"[report]({run_path(experiment, parent, 'report.html')})")
+    lines = [
+        f"**{verdict_of(manifest).upper()}** - {headline}" + ("" if manifest.verdict else f" ({progress})"),
+        " - ".join(links),
+        "",
+        *_gap_table(manifest, records, outcomes),
+        "",
+    ]
+    if manifest.figures:
+        name = manifest.figures[0].rsplit("/", 1)[-1]
+        lines += [f"![](get-artifact?path=figures/{quote(name)}&run_uuid={parent})", ""]
+    lines += [
+        f"**The claim.** {manifest.says}",
+        "",
+        f"Source: {manifest.source}. Profile: {manifest.profile}. {progress}.",
+    ]
+    measured = verdict.get("measured") or []
+    if measured:
+        lines += ["", "| measured | value | interval | unit |", "|---|---|---|---|"]
+        lines += [_measured(item) for item in measured]
+    parts = verdict.get("parts") or []
+    if parts:
+        lines += ["", "| expected before the run | verdict | detail |", "|---|---|---|"]
+        lines += [
+            f"| {_c(part.get('expect'))} | {_c(part.get('verdict'))} | {_c(part.get('detail'))} |" for part in parts
+        ]
+    failed = [run for run, word in outcomes.items() if word in ("nan", "error", "interrupted") and run in children]
+    if failed:
+        named = [f"[{children[run][0]}]({run_path(experiment, children[run][1])}) ({outcomes[run]})" for run in failed]
+        lines += ["", "Runs that stopped: " + ", ".join(named[:20])]
+    return "\n".join(lines)
+
+
+def run_page(record: RunRecord, word: str, experiment: str, run: str, event: str | None) -> str:
+    """Returns the front page of one run; `event` is the artifact folder of its first non-finite event."""
+    summary, start = record.summary, record.start
+    rows = start.get("rows") or []
+    steps = summary.get(
+        "steps", max((series.steps[-1] for series in record.series.values() if series.steps), default=0)
+    )
+    if word == "nan":
+        step, layer = summary.get("bad_step", -1), _index(summary.get("bad_layer"))
+        where = f" in sublayer {layer} of {len(rows)}" if layer is not None else ""
+        where += f" ({rows[layer]})" if layer is not None and layer < len(rows) else ""
+        bad = [item for item in nonfinite_points(record) if item[0] == step] or nonfinite_points(record)[:1]
+        kinds = "/".join(dict.fromkeys(item[2] for item in bad)) or "Non-finite"
+        first = f"**{kinds} at step {number(step)}**{where}, {number(summary.get('applied'))} steps applied before it."
+        if event:
+            first += f" [report]({run_path(experiment, run, event + '/report.md')})"
+    elif record.end is None:
+        first = f"**{word}** - {number(steps)} steps so far."
+    else:
+        gap = f"gap {number(summary.get('gap'), 3)} nats (unigram entropy {number(summary.get('unigram_nats'), 4)}"
+        first = f"**{word}** - {gap}, held-out loss {number(summary.get('loss_val'), 4)}) after {number(steps)} steps."
+    environment, identity, data = (start.get(key) or {} for key in ("environment", "identity", "data"))
+    facts = {
+        "run": record.run_id,
+        "data": " ".join(str(data.get(key, "")) for key in ("name", "digest"))[:60].strip(),
+        "device": f"{identity.get('device', '-')}, world {identity.get('world', '-')}",
+        "precision seen": ", ".join(f"{key} {value}" for key, value in (start.get("precision_seen") or {}).items()),
+        "parameters": number((start.get("model") or {}).get("params")),
+        "sublayers": number((start.get("model") or {}).get("sites")),
+        "seconds": number(summary.get("seconds")),
+        "tokens/s": number(summary.get("tokens_s")),
+        "host": f"{environment.get('host', '-')}, torch {environment.get('torch', '-')}",
+        "attempt": number(record.attempt),
+    }
+    lines = [first, f"[record]({run_path(experiment, run, 'record.txt')})", ""]
+    if word == "nan" and event:
+        lines += [f"![](get-artifact?path={quote(event)}/profile.png&run_uuid={run})", ""]
+    lines += [
+        "| | |",
+        "|---|---|",
+        *[f"| {key} | {_c(value)} |" for key, value in facts.items() if value not in ("", "-")],
+    ]
+    return "\n".join(lines)
+
+
+def family_page(claims: Sequence[tuple[str, str, str, str, str]]) -> str:
+    """Returns the list of an experiment's claims; a claim is (name, verdict, headline, experiment, run)."""
+    count: dict[str, int] = {}
+    for _, verdict, *_ in claims:
+        count[verdict] = count.get(verdict, 0) + 1
+    words = ", ".join(f"{number} {verdict}" for verdict, number in count.items())
+    plural = "" if len(claims) == 1 else "s"
+    lines = [f"{len(claims)} claim{plural}: {words}", "", "| claim | verdict | |", "|---|---|---|"]
+    for name, verdict, headline, experiment, run in claims:
+        lines.append(f"| [{_c(name)}]({run_path(experiment, run)}) | {_c(verdict)} | {_c(headline)} |")
+    return "\n".join(lines)
+
+
+def event_page(record: RunRecord, event: Mapping[str, Any]) -> str:
+    """Returns the report of one event: every field, and what was not finite at its step."""
+    step = event.get("step", 0)
+    lines = [
+        f"**{_c(event.get('event'))}** at step {step} of run `{record.run_id}`",
+        "",
+        "| field | value |",
+        "|---|---|",
+    ]
+    lists = {key: value for key, value in event.items() if isinstance(value, list | dict)}
+    for key, value in event.items():
+        if key not in ("kind", "event") and key not in lists:
+            lines.append(f"| {_c(key)} | {_c(number(value) if isinstance(value, int | float) else value)} |")
+    for key, value in lists.items():
+        lines += ["", f"{key}:", ""]
+        lines += [f"- {_fields(item)}" for item in (value if isinstance(value, list) else [value])]
+    bad = [item for item in nonfinite_points(record) if item[0] == step]
+    if bad:
+        lines += ["", "Not finite at this step:", "", *[f"- {key} = {value}" for _, key, value in bad]]
+    others = [other for other in record.events if other is not event][:20]
+    if others:
+        lines += ["", "Other events:", "", *[f"- step {other.get('step')}: {event_line(other)}" for other in others]]
+    return "\n".join(lines) + "\n"
+
+
+def _gap_table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mapping[str, str]) -> list[str]:
+    """Returns arms by depths: the mean over seeds of the gap; bold where a run did not train."""
+    cells = [cell for cell in manifest.cells if cell.role in ("main", "control")]
+    arms = list(dict.fromkeys(cell.arm for cell in cells))
+    depths = sorted({cell.depth for cell in cells})
+    if not cells:
+        return []
+    lines = [
+        "| gap, nats | " + " | ".join(f"L{depth:04d}" for depth in depths) + " |",
+        "|---" * (len(depths) + 1) + "|",
+    ]
+    for arm in arms:
+        row = [arm]
+        for depth in depths:
+            runs = list(dict.fromkeys(c.run for c in cells if c.arm == arm and c.depth == depth and c.run in records))
+            gaps = [records[run].summary.get("gap") for run in runs]
+            good = [float(gap) for gap in gaps if isinstance(gap, int | float) and math.isfinite(gap)]
+            words = [outcomes[run] for run in runs]
+            text = number(sum(good) / len(good), 3) if good else "-" if not runs or "running" in words else "none"
+            if any(word in ("plateau", "diverged", "nan") for word in words):
+                text = f"**{text}**"
+            stopped = [f"{words.count(word)} {word}" for word in ("nan", "error", "interrupted") if word in words]
+            row.append(text + (f" ({', '.join(stopped)})" if stopped else ""))
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
+
+
+def _measured(item: Mapping[str, Any]) -> str:
+    interval = f"{number(item.get('lo'), 3)} .. {number(item.get('hi'), 3)}" if item.get("lo") is not None else ""
+    return f"| {_c(item.get('name'))} | {number(item.get('value'), 3)} | {interval} | {_c(item.get('unit') or '')} |"
+
+
+def _fields(item: Any) -> str:
+    return ", ".join(f"{key} {value}" for key, value in item.items()) if isinstance(item, Mapping) else str(item)
+
+
+def _index(layer: Any) -> int | None:
+    return int(layer) if isinstance(layer, int | float) and layer >= 0 else None
+
+
+def _c(value: Any) -> str:
+    """Returns a value that cannot break a table."""
+    return str("-" if value is None else value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,177 @@
+"""The replay of one run into MLflow: parameters, values, texts, files, status, pictures."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from normscale.tracking import mlflow_artifacts as artifacts
+from normscale.tracking import mlflow_layout as layout
+from normscale.tracking import mlflow_pages as pages
+from normscale.tracking import sink_state
+from normscale.tracking.manifest import Manifest
+from normscale.tracking.mlflow_requests import Store
+from normscale.tracking.spool import SPOOL, RunRecord, read_run
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+LAYOUT = 1  # raise when the layout changes: every run is then looked at again
+
+
+def replay_run(
+    store: Store, record: RunRecord, experiment: str, name: str, tags: Mapping[str, str], depth: int | None, alive: bool
+) -> str:
+    """Replays one run under one claim or none; returns the id of its MLflow run."""
+    what, claim = f"run {record.run_id}", tags.get("normscale.key", "")
+    store.report.runs += 1
+    spool = file_stamp(record.run_dir / SPOOL)
+    mark = stamp(LAYOUT, spool, sorted(tags.items()), name, depth, alive)
+    remembered = sink_state.load(record.run_dir / sink_state.RUN_FILE, store.uri)
+    run = store.find(experiment, claim, record.run_id)
+    if run is not None and int(run.data.tags.get("normscale.attempt", "1")) < record.first_attempt:
+        store.client.delete_run(run.info.run_id)  # its values are of a training that was begun anew
+        store.forget(experiment)
+        run = None
+    known = remembered.get(claim, {}) if run is not None else {}
+    if run is not None and known.get("run") != run.info.run_id:
+        known = {}
+    if run is not None and known.get("mark") == mark:
+        return str(run.info.run_id)
+    fresh = run is None
+    if run is None:
+        run = store.create(experiment, name, record.start.get("t"), tags)
+    run_id = str(run.info.run_id)
+    well = store.send_texts(what, run, {}, layout.params(record, depth))
+    points = layout.points(record)
+    last = {point.key: point.step for point in sorted(points, key=lambda point: point.step)}
+    if not fresh:
+        points = _unsent(store, run, record, points, known)
+    well &= store.send_points(what, run_id, points)
+    well &= _send_data(store, run, record)
+    event = next((artifacts.event_folder(bad) for bad in artifacts.bad_events(record)), None)
+    page = pages.run_page(record, tags["outcome"], experiment, run_id, event)
+    well &= store.send_texts(what, run, {**tags, "mlflow.note.content": page, "mlflow.runName": name}, {})
+    files = stamp(LAYOUT, spool)
+    if record.end is not None and known.get("files") != files:
+        well &= store.attempt(f"{what}, files", lambda: artifacts.upload_run(store.client, run_id, record))
+    well &= store.set_status(f"{what}, status", run, layout.status(record, alive), last_time(record))
+    if well:
+        remembered[claim] = known | {"run": run_id, "mark": mark, "last": last, "files": files}
+    else:
+        remembered.pop(claim, None)
+    sink_state.save(record.run_dir / sink_state.RUN_FILE, store.uri, remembered)
+    return run_id
+
+
+def run_tags(
+    record: RunRecord, word: str, colour: str, manifest: Manifest | None, parent: str | None
+) -> dict[str, str]:
+    """Returns the tags of a run, without its description."""
+    environment = record.start.get("environment") or {}
+    scheme = str(((record.start.get("config") or {}).get("model") or {}).get("scheme") or "")
+    tags = {
+        "normscale.kind": "run",
+        "normscale.run": record.run_id,
+        "normscale.attempt": str(record.first_attempt),
+        "normscale.version": str(environment.get("normscale") or ""),
+        "normscale.git": str(environment.get("git") or ""),
+        "mlflow.source.name": "normscale",
+        "mlflow.runColor": colour,
+        "outcome": word,
+        "arm": scheme,
+    }
+    if parent:
+        tags["mlflow.parentRunId"] = parent
+    if manifest is not None:
+        cell = manifest.cell_of(record.run_id)
+        tags |= {"normscale.kind": "arm", "normscale.claim": manifest.id, "normscale.profile": manifest.profile}
+        tags |= {"normscale.key": manifest.key, "arm": cell.arm, "cell": cell.cell, "role": cell.role}
+    return {key: value for key, value in tags.items() if value}
+
+
+def draw_run(store: Store, record: RunRecord, claim: str, run_id: str, ranges: artifacts.Spans) -> None:
+    """Writes the missing pictures of an ended run."""
+    if is_drawn(store, record, claim, run_id):
+        return
+
+    def upload() -> None:
+        store.report.pictures += artifacts.upload_pictures(store.client, run_id, record, ranges)
+
+    if store.attempt(f"run {record.run_id}, pictures", upload):
+        path = record.run_dir / sink_state.RUN_FILE
+        remembered = sink_state.load(path, store.uri)
+        if claim in remembered:
+            remembered[claim]["pictures"] = record.attempt
+            sink_state.save(path, store.uri, remembered)
+
+
+def is_drawn(store: Store, record: RunRecord, claim: str, run_id: str) -> bool:
+    """Returns whether the pictures of a run are known to be there."""
+    known = sink_state.load(record.run_dir / sink_state.RUN_FILE, store.uri).get(claim, {})
+    return bool(known.get("run") == run_id and known.get("pictures") == record.attempt)
+
+
+def _send_data(store: Store, run: "Run", record: RunRecord) -> bool:
+    """Names the data set of a run, with its digest."""
+    data: dict[str, Any] = record.start.get("data") or {}
+    if not data.get("name") or (run.inputs is not None and run.inputs.dataset_inputs):
+        return True
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    digest = str(data.get("digest") or "unknown")[: store.bounds.digest_chars]
+    source = json.dumps({key: value for key, value in data.items() if isinstance(value, str | int | float)})
+    one = Dataset(str(data["name"]), digest, source_type="code", source=source)
+    inputs = [DatasetInput(one, [InputTag("mlflow.data.context", "training")])]
+    return store.attempt(
+        f"{record.run_id}, data set", lambda: store.client.log_inputs(run.info.run_id, datasets=inputs)
+    )
+
+
+def _unsent(
+    store: Store, run: "Run", record: RunRecord, points: list[layout.Point], known: Mapping[str, Any]
+) -> list[layout.Point]:
+    """Returns the points that may be missing: each (key, step) is sent once, whatever attempt it comes from."""
+    if known.get("last") is not None:
+        last: dict[str, int] = known["last"]
+        return [point for point in points if point.step > last.get(point.key, -1)]
+    if record.attempt == record.first_attempt:
+        return points  # their times are the same as before, so that sending them again changes nothing
+    there = {
+        key: {metric.step for metric in store.client.get_metric_history(run.info.run_id, key)}
+        for key in run.data.metrics
+    }
+    return [point for point in points if point.step not in there.get(point.key, ())]
+
+
+_CACHE: dict[Path, tuple[object, RunRecord]] = {}
+
+
+def cached_record(run_dir: Path) -> RunRecord:
+    """Returns the record of a run, read again only when its spool has changed."""
+    mark = file_stamp(run_dir / SPOOL)
+    if run_dir not in _CACHE or _CACHE[run_dir][0] != mark:
+        _CACHE[run_dir] = (mark, read_run(run_dir))
+    return _CACHE[run_dir][1]
+
+
+def last_time(record: RunRecord) -> int | None:
+    """Returns the time of the last thing recorded."""
+    if record.end is not None:
+        return int(record.end["t"])
+    return max((series.t[-1] for series in record.series.values() if series.t), default=record.start.get("t"))
+
+
+def stamp(*parts: object) -> str:
+    """Returns a short digest of whatever a replay depends on."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def file_stamp(path: Path | None) -> tuple[int, int] | None:
+    """Returns (size, time of change) of a file, None when it is not there."""
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:
+        return None
+    return (found.st_size, found.st_mtime_ns) if found else None

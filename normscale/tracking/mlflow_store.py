@@ -1,0 +1,160 @@
+"""The MLflow store behind a tracking URI: found, created once, asked whether it lives. The only importer of mlflow."""
+
+import logging
+import os
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from normscale.errors import StoreError
+from normscale.tracking.files import locked
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+SQLITE = "sqlite:///"
+ARTIFACTS = "mlartifacts"  # the folder beside an SQLite database that takes its artifacts
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
+# Every request is retried by the sink, which first asks whether it was done: mlflow's own retries would do it twice.
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
+_CONNECT_S = 2.0
+_CREATE_S = 120.0  # the first creation of a database takes 2 s, on a loaded machine far more
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one request to the installed mlflow may hold."""
+
+    metrics: int
+    params_tags: int
+    tag_chars: int
+    param_chars: int
+    experiment_tag_chars: int
+    digest_chars: int
+
+
+def resolve(uri: str) -> str:
+    """Returns the URI with an SQLite path made absolute from the current folder.
+
+    Raises:
+        StoreError: it is no address of a tracking store.
+    """
+    mend = "write sqlite:///<file> or http://<host>:<port>"
+    if uri.startswith(SQLITE):
+        path = uri.removeprefix(SQLITE)
+        if not path:
+            raise StoreError(f"tracking.uri: {uri!r} names no file; {mend}")
+        return SQLITE + str(Path(path).expanduser().absolute())
+    if urlsplit(uri).scheme in ("http", "https") and not urlsplit(uri).hostname:
+        raise StoreError(f"tracking.uri: {uri!r} names no host; {mend}")
+    if not urlsplit(uri).scheme or uri.startswith(("sqlite:", "file:")):
+        raise StoreError(f"tracking.uri: {uri!r} is not the address of a tracking store; {mend}")
+    return uri.rstrip("/")
+
+
+def database(uri: str) -> Path | None:
+    """Returns the file of an SQLite store, None for a server."""
+    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
+
+
+def unreachable(uri: str) -> str | None:
+    """Returns why a tracking server cannot be reached, in one line; None when it answers or the store is a file."""
+    if urlsplit(uri).scheme not in ("http", "https"):
+        return None
+    try:
+        with urllib.request.urlopen(f"{uri}/health", timeout=_CONNECT_S):
+            return None
+    except urllib.error.HTTPError:  # whoever answers is there
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        return (
+            f"tracking server {uri} does not answer ({reason}); nothing is lost, `normscale sync` replays the records"
+        )
+
+
+def connect(uri: str) -> "MlflowClient":
+    """Returns a client of a store, with telemetry off and mlflow's own patience cut to seconds."""
+    for key, value in (QUIET | _PATIENCE).items():
+        os.environ.setdefault(key, value)
+    import mlflow
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return mlflow.MlflowClient(uri)
+
+
+def ensure_store(uri: str) -> "MlflowClient":
+    """Returns a client of the store, creating an SQLite database once however many processes ask at once.
+
+    Raises:
+        StoreError: the place cannot be written, or holds something else than an MLflow database.
+    """
+    uri = resolve(uri)
+    path = database(uri)
+    if path is None:
+        return connect(uri)
+    choose = "choose another with tracking.uri=sqlite:///<file>"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(path.name + ".lock"), _CREATE_S):
+            if path.exists():
+                with path.open("r+b") as file:
+                    head = file.read(16)
+                if head and head != b"SQLite format 3\x00":
+                    raise StoreError(f"tracking.uri: {path} is not an SQLite database; {choose}")
+            client = connect(uri)
+            client.get_experiment_by_name("Default")  # opens the database: creates its tables, checks its version
+            return client
+    except (OSError, TimeoutError) as error:
+        raise StoreError(f"tracking.uri: cannot write {path} ({_reason(error)}); {choose}") from None
+    except StoreError:
+        raise
+    except Exception as error:  # whatever sqlalchemy or mlflow raise for a database they cannot use
+        raise StoreError(f"tracking.uri: {path} is not usable ({one_line(error)}); {choose}") from None
+
+
+def bounds() -> Bounds:
+    """Returns the limits of the installed mlflow."""
+    from mlflow.utils import validation as v
+
+    return Bounds(
+        metrics=min(v.MAX_METRICS_PER_BATCH, v.MAX_ENTITIES_PER_BATCH),
+        params_tags=v.MAX_PARAMS_TAGS_PER_BATCH,
+        tag_chars=v.MAX_TAG_VAL_LENGTH,
+        param_chars=v.MAX_PARAM_VAL_LENGTH,
+        experiment_tag_chars=v.MAX_EXPERIMENT_TAG_VAL_LENGTH,
+        digest_chars=v.MAX_DATASET_DIGEST_SIZE,
+    )
+
+
+def experiment(client: "MlflowClient", uri: str, name: str) -> str:
+    """Returns the id of an experiment, created where it is missing and restored where it was deleted."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        path = database(uri)
+        place = (path.parent / ARTIFACTS / name).as_uri() if path else None
+        tags = {"mlflow.experimentKind": "custom_model_development"}
+        try:
+            return str(client.create_experiment(name, artifact_location=place, tags=tags))
+        except MlflowException:  # another sink was quicker
+            if (found := client.get_experiment_by_name(name)) is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return str(found.experiment_id)
+
+
+def one_line(error: BaseException) -> str:
+    """Returns an error as one short line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,89 @@
+"""The records a run leaves, and the quantities they may hold: each registered once, with unit and reduction.
+
+A spool is a file of JSON lines, one record a line. Every record has `kind`, `t` (milliseconds since 1970) and
+`attempt` (1 for the first start of a run, 2 after the first restart, ...). The kinds:
+
+- `start`    config, identity, environment, data facts, names of the rows of the profiles
+- `metrics`  one attempted step: `step`, `applied` (optimizer steps applied so far), `values` {quantity: number}
+- `profile`  one array over depth at one step: `step`, `name`, `data` (float32)
+- `event`    something that happened once: `step`, `event`, further fields
+- `end`      `outcome`, `exit_code`, `summary`
+
+`step` counts attempted optimizer steps from 1; 0 is the state before training.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["sum", "max", "mean", "first"]
+Outcome = Literal["finished", "nan", "error", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One recorded scalar: its unit, how ranks combine it, and its key in MLflow (None: stays in the spool)."""
+
+    name: str
+    unit: str
+    reduction: Reduction
+    mlflow: str | None
+    says: str
+
+
+QUANTITIES: dict[str, Quantity] = {}
+
+
+def quantity(name: str, unit: str, reduction: Reduction, mlflow: str | None, says: str) -> str:
+    """Registers one scalar and returns its name.
+
+    Raises:
+        ValueError: the name is registered already (a mistake of ours).
+    """
+    if name in QUANTITIES:
+        raise ValueError(f"quantity {name!r} is registered twice")
+    QUANTITIES[name] = Quantity(name, unit, reduction, mlflow, says)
+    return name
+
+
+# Written once, at the end of a run (MLflow step 0).
+quantity("gap", "nats", "first", "0-end/gap", "unigram entropy minus held-out loss at the end")
+quantity("grad_slope", "log/log", "first", "0-end/gslope", "slope of log gradient norm over log sublayer index")
+quantity("grad_min_end", "1", "first", "0-end/gmin", "smallest sublayer gradient norm at the end")
+quantity("bad_step", "steps", "first", "0-end/badstep", "first step with a non-finite loss or gradient, -1 none")
+quantity("bad_layer", "sublayers", "first", "0-end/badlayer", "sublayer of the first non-finite gradient, -1 none")
+
+quantity("loss_train", "nats", "sum", "1-loss/train", "cross-entropy of the step's batch, per target")
+quantity("loss_val", "nats", "sum", "1-loss/val", "cross-entropy on the held-out split, per target")
+quantity("loss_gap", "nats", "sum", "1-loss/gap", "unigram entropy minus held-out loss")
+
+quantity("nonfinite", "0/1", "max", "2-health/nonfinite", "1 where the loss or a gradient of the step was not finite")
+quantity("skipped", "steps", "first", "2-health/skipped", "steps attempted but not applied, so far")
+quantity("spike", "share", "first", "2-health/spike", "spike score: share of recent losses over 7 sigma")
+
+quantity("grad_norm", "1", "sum", "3-grad/norm", "global L2 norm of the gradient before clipping")
+quantity("grad_norm_clipped", "1", "sum", "3-grad/clipped", "global L2 norm of the gradient after clipping")
+quantity("grad_first", "1", "sum", "3-grad/first", "gradient norm of the first sublayer")
+quantity("grad_last", "1", "sum", "3-grad/last", "gradient norm of the last sublayer")
+quantity("grad_p50", "1", "sum", "3-grad/p50", "median over sublayers of the gradient norm")
+
+quantity("stream_first", "1", "sum", "4-resid/first", "RMS of the residual stream after the first sublayer")
+quantity("stream_last", "1", "sum", "4-resid/last", "RMS of the residual stream after the last sublayer")
+quantity("stream_max", "1", "max", "4-resid/max", "largest absolute value of the residual stream over all sites")
+quantity("branch_p50", "1", "sum", "4-resid/branch", "median over sites of the branch's RMS over the stream's")
+
+quantity("update", "1", "sum", "5-update/drift", "norm of F(x, theta_t) - F(x, theta_0) on a fixed batch, per token")
+
+quantity("lr", "1", "first", "8-opt/lr", "learning rate of the step")
+quantity("tokens_s", "tokens/s", "sum", "8-opt/tokens_s", "training targets a second since the last record")
+quantity("applied", "steps", "first", "8-opt/applied", "optimizer steps applied so far")
+
+# Arrays over depth, in the `profile` records; rows are named in the start record (`rows`).
+PROFILES: dict[str, str] = {
+    "stream_rms": "RMS of the residual stream after each site",
+    "stream_absmax": "largest absolute value of the stream after each site",
+    "branch_rms": "RMS of each site's branch output, before it joins the stream",
+    "branch_absmax": "largest absolute value of each site's branch output",
+    "stream_nonfinite": "number of non-finite entries of the stream after each site",
+    "branch_nonfinite": "number of non-finite entries of each site's branch output",
+    "grad_norm": "L2 norm of the gradient of each sublayer's parameters (branch and norm), before clipping",
+}

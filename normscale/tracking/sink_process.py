@@ -1,0 +1,172 @@
+"""What other processes call: start and end the sink, links into the UI, the UI's own command. Imports no mlflow."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from normscale.errors import StoreError
+from normscale.tracking import sink_state
+from normscale.tracking.mlflow_pages import charts_path, run_path
+from normscale.tracking.mlflow_store import QUIET, SQLITE, resolve
+
+LOG = "sink.log"
+_SECONDS = 10.0
+_NICE = 10
+_MAX_EVENT_LINKS = 3
+_UI_START_S = 120.0
+
+
+def start_sink(runs: Path, uri: str, seconds: float = _SECONDS) -> "subprocess.Popen[bytes]":
+    """Returns the sink as a running background process; it ends by itself when this process is gone.
+
+    It syncs every `seconds` at low priority and says what it does in <runs>/sink.log.
+
+    Raises:
+        StoreError: the URI is no store's, or the folder of runs cannot be written.
+    """
+    uri = resolve(uri)
+    runs = Path(runs).absolute()
+    command = [sys.executable, "-m", "normscale.tracking.mlflow_sink", "--runs", str(runs), "--uri", uri]
+    command += ["--follow", str(seconds), "--until-idle"]
+    environment = os.environ | QUIET
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        with (runs / LOG).open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # closes with this process, whatever becomes of it
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # an interrupt from the keyboard is for the training, not for its records
+            )
+    except OSError as error:
+        message = (
+            f"tracking.runs: cannot write {runs} ({error.strerror}); choose another folder: tracking.runs=<folder>"
+        )
+        raise StoreError(message) from None
+
+
+def finish_sink(process: "subprocess.Popen[bytes]", timeout: float = 60.0) -> int | None:
+    """Asks the sink for its last sync and waits; returns its exit code (0: all is stored), None if it was too slow.
+
+    A sink that was too slow is ended; what it did not store waits in the spools for the next sync.
+    """
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return None
+
+
+def parent_gone() -> Callable[[], bool]:
+    """Returns a function that says whether the process that started this one is gone or has closed its pipe."""
+    parent = os.getppid()
+    os.nice(_NICE)
+
+    def gone() -> bool:
+        if os.getppid() != parent:
+            return True
+        ready, _, _ = select.select([0], [], [], 0)
+        return bool(ready) and os.read(0, 1) == b""
+
+    return gone
+
+
+def links(runs: Path, uri: str, claim_id: str, profile: str | None = None, host: str = "127.0.0.1:5000") -> list[str]:
+    """Returns the lines that a terminal prints for a claim: its page, its charts, its first events.
+
+    Empty when the claim is not in the store yet.
+    """
+    remembered = sink_state.load(Path(runs) / sink_state.CLAIMS_FILE, resolve(uri))
+    base = uri.rstrip("/") if uri.startswith(("http://", "https://")) else f"http://{host}"
+    lines = []
+    for key, entry in remembered.items():
+        if entry.get("id") == claim_id and profile in (None, entry.get("profile")):
+            experiment = str(entry["experiment"])
+            lines.append(f"claim    {base}/{run_path(experiment, str(entry['run']))}")
+            lines.append(f"charts   {base}/{charts_path(experiment, key)}")
+            for _, run, path in entry.get("events", [])[:_MAX_EVENT_LINKS]:
+                lines.append(f"event    {base}/{run_path(experiment, run, path)}")
+    return lines
+
+
+def ui_command(uri: str, artifacts: Path | None, port: int) -> tuple[list[str], dict[str, str]]:
+    """Returns the command that serves the UI of an SQLite store on loopback, and the environment it needs.
+
+    Args:
+        uri: The store.
+        artifacts: The folder for files that are logged through this server; None takes the one beside the database.
+        port: The port.
+
+    Raises:
+        StoreError: the store is a server already.
+    """
+    uri = resolve(uri)
+    if not uri.startswith(SQLITE):
+        raise StoreError(f"tracking.uri: {uri} is a server already; open it in a browser")
+    folder = Path(artifacts).absolute() if artifacts else Path(uri.removeprefix(SQLITE)).parent / "mlartifacts"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", uri, "--artifacts-destination", str(folder)]
+    return command, dict(os.environ) | QUIET | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
+def ui(uri: str, port: int, runs: Path | None = None) -> int:
+    """Serves the UI of a store until interrupted; returns the server's exit code.
+
+    Raises:
+        StoreError: there is no such store yet, or the port is taken.
+    """
+    command, environment = ui_command(uri, None, port)
+    path = Path(resolve(uri).removeprefix(SQLITE))
+    if not path.is_file():
+        raise StoreError(f"tracking.uri: {path} is not there yet; train something first, or run normscale sync")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise StoreError(f"port {port}: cannot be used ({reason}); choose another with --port") from None
+    print(f"starting the MLflow UI of {path} (some ten seconds) ...", flush=True)
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    try:
+        if wait_for_health(port, _UI_START_S, lambda: server.poll() is None):
+            print(f"open     http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning")
+            for entry in sink_state.load(Path(runs) / sink_state.CLAIMS_FILE, resolve(uri)).values() if runs else ():
+                print("\n".join(links(Path(runs or "."), uri, entry["id"], entry["profile"], f"127.0.0.1:{port}")))
+            print("Ctrl-C ends it", flush=True)
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if server.poll() is None:
+            server.terminate()
+            server.wait()
+
+
+def wait_for_health(port: int, timeout: float = 60.0, alive: Callable[[], bool] = lambda: True) -> bool:
+    """Returns whether a server on loopback answers within `timeout` seconds; `alive` may say that it died."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and alive():
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+                if answer.status == 200:
+                    return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    return False

@@ -1,0 +1,1 @@
+"""Training: one step on one screen, engines, optimizers, and the life of a run."""

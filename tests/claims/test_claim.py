@@ -1,0 +1,63 @@
+import pytest
+
+from normscale.claims.claim import Claim, Profile, Trains, run_config
+from normscale.errors import BadInput
+
+
+def claim(**changes: object) -> Claim:
+    fields = dict(
+        id="a-claim",
+        says="A trains.",
+        source="a paper",
+        family="depth",
+        base={"train.optim.lr": 3e-3, "train.steps": 20, "train.eval_every": 5, "model.N": 0},
+        arms={"a": {"model.scheme": "post"}, "b": {"model.scheme": "pre", "train.optim.lr": 6e-3}},
+        labels={"a": "A", "b": "B"},
+        profiles={"cpu": Profile({"a": {2: 2, 12: 1}, "b": {12: 1}}, {"b": {12: 1}}, {"a": {12: 1}})},
+        control=(Trains("a", at=(2,)),),
+        expect=(Trains("a", at_least=12),),
+        figure="gap",
+        how="",
+        differs=(),
+    )
+    return Claim(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_claim_expands_into_one_cell_per_arm_depth_role_and_seed() -> None:
+    assert [cell.name for cell in claim().cells("cpu")] == [
+        "L0002 a s0",
+        "L0002 a s1",
+        "L0012 a s0",
+        "L0012 b s0",
+        "L0012 b s0 lr/3",
+        "L0012 a s0 x5 steps",
+    ]
+    assert [cell.role for cell in claim().cells("cpu")] == ["control", "control", "main", "main", "low-lr", "long"]
+
+
+def test_the_settings_of_arm_role_and_profile_reach_the_configuration() -> None:
+    made = claim(profiles={"cpu": Profile({"b": {12: 1}}, {"b": {12: 1}}, {"b": {12: 1}}, set={"train.batch": 4})})
+    main, low, long = (run_config(made, cell, "somewhere", None) for cell in made.cells("cpu"))
+    assert (main.model.M, main.model.scheme, main.train.batch, main.tracking.runs) == (12, "pre", 4, "somewhere")
+    assert (main.train.optim.lr, low.train.optim.lr, long.train.optim.lr) == (6e-3, pytest.approx(2e-3), 6e-3)
+    assert (low.train.steps, long.train.steps, long.train.eval_every) == (20, 100, 25)
+
+
+def test_the_name_of_a_run_is_no_part_of_its_numbers() -> None:
+    first, second = (run_config(claim(id=name), claim().cells("cpu")[0], "r", None) for name in ("one", "two"))
+    assert first.name != second.name
+    assert first.numerical() == second.numerical()
+
+
+def test_a_wrong_setting_is_one_line_that_names_claim_cell_and_key() -> None:
+    made = claim(base={**claim().base, "train.optim.lrr": 1})
+    with pytest.raises(BadInput, match=r"claim a-claim, L0002 a s0: .*lrr") as caught:
+        run_config(made, made.cells("cpu")[0], "r", None)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_profile_or_arm_is_refused() -> None:
+    with pytest.raises(BadInput, match="no profile 'gpu'; it has cpu"):
+        claim().cells("gpu")
+    with pytest.raises(BadInput, match="an arm 'c'; the arms are a, b"):
+        claim(profiles={"cpu": Profile({"c": {2: 1}})}).cells("cpu")

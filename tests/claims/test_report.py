@@ -1,0 +1,176 @@
+import json
+import os
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normscale.claims.claim import Cell, Claim
+from normscale.claims.manifest import write_manifest
+from normscale.claims.report import publish, table, writable, write_report
+from normscale.errors import StoreError
+from normscale.tracking.spool import RunRecord
+from tests.claims.synthetic import by_slope, record, write
+from tests.claims.test_figures import DEPTH, SLOPES, UPDATE
+from tests.claims.test_verdict import as_expected, depth_claim
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def store(runs: Path, claim: Claim, make: Any, profile: Any = "cpu") -> None:
+    """Leaves a claim in the runs folder as its runner would have."""
+    cells = []
+    for number, cell in enumerate(claim.cells(profile)):
+        run_id = f"{claim.id}-{profile}-{number}"
+        cells.append((cell, run_id))
+        made: RunRecord | None = make(cell)
+        if made is not None:
+            write(runs, run_id, made, {})
+    write_manifest(runs, claim, profile, cells, {})
+
+
+def test_report_json_gives_verdicts_and_values_with_intervals(tmp_path: Path) -> None:
+    runs, reports = tmp_path / "runs", tmp_path / "reports"
+    store(runs, depth_claim(), as_expected)
+    store(runs, UPDATE, by_slope(SLOPES))
+    written = write_report(runs, [depth_claim(), UPDATE, DEPTH], reports=reports)
+    told = json.loads((reports / "latest" / "report.json").read_text())
+    first, second, third = told["claims"]
+    assert [claim["verdict"] for claim in told["claims"]] == ["supported", "refuted", "not run"]
+    assert [claim["profile"] for claim in told["claims"]] == ["cpu", "cpu", None]
+    assert first["runs"] == {"done": 12, "of": 12}
+    slope = {item["name"]: item for item in second["measured"]}["deepnorm-adam slope at step 10"]
+    assert slope["value"] == pytest.approx(0.51)
+    assert slope["lo"] < slope["value"] < slope["hi"]
+    assert "fourfold" in slope["paper"]
+    assert [part["verdict"] for part in second["parts"]] == ["supported", "supported", "supported", "refuted"]
+    assert third["headline"] == "NOT RUN - it was never started"
+    assert written.page == (reports / "latest").resolve() / "report.html"
+
+
+def test_the_page_is_one_file_that_tells_the_whole_story(tmp_path: Path) -> None:
+    runs, reports = tmp_path / "runs", tmp_path / "reports"
+    store(runs, UPDATE, by_slope(SLOPES))
+    text = write_report(runs, [UPDATE, DEPTH], reports=reports).page.read_text()
+    page = Tags(text)
+    assert page.open == []
+    assert "script" not in {tag for tag, _ in page.tags}
+    links = [value for _, attrs in page.tags for key, value in attrs.items() if key in ("src", "href")]
+    assert all(str(link).startswith(("data:image/png;base64,", "#")) for link in links)
+    for wanted in (UPDATE.says, UPDATE.how, UPDATE.source, *UPDATE.differs, "0.51 (0.49..0.53)", "fourfold"):
+        assert wanted in page.text
+    for wanted in ("make claim CLAIM=update-bounded PROFILE=cpu", "L0096 deepnorm-adam s2", "torch 2.13.0", "NOT RUN"):
+        assert wanted in page.text
+
+
+def test_html_is_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert('x')</script> & \"more\""
+    base = depth_claim()
+    claim = replace(base, says=evil, how=evil, source=evil, labels={"post": evil, "deepnorm": evil}, differs=(evil,))
+    claim = replace(claim, paper={"post L24 gap": evil, "never measured": evil})
+    store(tmp_path / "runs", claim, as_expected)
+    text = write_report(tmp_path / "runs", [claim], reports=tmp_path / "reports").page.read_text()
+    page = Tags(text)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert evil in page.text
+
+
+def test_missing_and_broken_runs_are_told_and_stop_nothing(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+
+    def make(cell: Cell) -> RunRecord | None:
+        if cell.arm == "deepnorm" and cell.depth == 48:
+            return None
+        return record(0.0, outcome="nan") if cell.role == "long" else as_expected(cell)
+
+    store(runs, depth_claim(), make)
+    with (runs / "dies-cpu-3" / "spool.jsonl").open("a") as spool:
+        spool.write('{"kind": "metr')
+    written = write_report(runs, [depth_claim()], reports=tmp_path / "reports")
+    assert written.claims[0].judgement.verdict == "inconclusive"
+    page = Tags(written.page.read_text()).text
+    assert "1 of 12 runs missing" in page
+    assert "not finite at step 17" in page
+
+
+def test_the_largest_profile_is_shown_unless_another_is_asked_for(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    store(runs, depth_claim(), as_expected, "cpu")
+    store(runs, depth_claim(), as_expected, "smoke")
+    verdicts = {}
+    for profile in (None, "smoke"):
+        asked: Any = {"dies": profile} if profile else None
+        written = write_report(runs, [depth_claim()], asked, tmp_path / "reports")
+        verdicts[written.claims[0].profile] = written.claims[0].judgement.verdict
+    assert verdicts == {"cpu": "supported", "smoke": "not run"}
+
+
+def test_latest_always_points_at_the_newest_report(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    first = write_report(tmp_path / "runs", [depth_claim()], reports=reports)
+    second = write_report(tmp_path / "runs", [depth_claim()], reports=reports)
+    assert first.folder != second.folder
+    assert (reports / "latest").resolve() == second.folder.resolve()
+    assert os.readlink(reports / "latest") == second.folder.name  # relative: the folder may be moved
+    assert sorted(path.name for path in reports.iterdir()) == sorted([first.folder.name, second.folder.name, "latest"])
+
+
+def test_markdown_has_verdict_figure_and_published_numbers(tmp_path: Path) -> None:
+    store(tmp_path / "runs", UPDATE, by_slope(SLOPES))
+    written = write_report(tmp_path / "runs", [UPDATE], reports=tmp_path / "reports")
+    text = (written.folder / "report.md").read_text()
+    assert "**REFUTED** - DeepNorm (Adam) slope 0.51" in text
+    assert "![update-bounded](update-bounded.png)" in text
+    assert (written.folder / "update-bounded.png").exists()
+    assert "| DeepNorm (Adam), slope of the update over depth after 10 steps | 0.51 (0.49..0.53) | about 0.5" in text
+
+
+def test_published_records_hold_every_cell_and_the_figure(tmp_path: Path) -> None:
+    store(tmp_path / "runs", UPDATE, by_slope(SLOPES))
+    store(tmp_path / "runs", depth_claim(), as_expected, "smoke")
+    written = write_report(tmp_path / "runs", [UPDATE, depth_claim(), DEPTH], reports=tmp_path / "reports")
+    files = publish(written, tmp_path / "results")
+    assert [path.name for path in files] == ["update-bounded.json", "update-bounded.png"]  # no smoke, no unrun claim
+    told = json.loads(files[0].read_text())
+    assert len(told["cells"]) == len(UPDATE.cells("cpu"))
+    assert set(told["cells"][0]["update"]) == {"1", "10"}
+    assert told["environment"][0]["torch"] == "2.13.0"
+    assert str(tmp_path) not in files[0].read_text()
+
+
+def test_the_terminal_table_fits(tmp_path: Path) -> None:
+    store(tmp_path / "runs", UPDATE, by_slope(SLOPES))
+    written = write_report(tmp_path / "runs", [UPDATE, DEPTH], reports=tmp_path / "reports")
+    lines = table(written.claims, 80).splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert lines[1].split()[:2] == ["update-bounded", "REFUTED"]
+    assert any(line.split()[:3] == ["depth-postnorm-dies", "NOT", "RUN"] for line in lines)
+
+
+def test_a_reports_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "reports").write_text("a file")
+    for act in (writable, lambda folder: write_report(tmp_path / "runs", [depth_claim()], reports=folder)):
+        with pytest.raises(StoreError) as caught:
+            act(tmp_path / "reports")
+        assert "\n" not in str(caught.value)
+    assert (tmp_path / "reports").read_text() == "a file"

@@ -1,0 +1,135 @@
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normscale.claims import runner
+from normscale.claims.manifest import manifest_path
+from normscale.claims.runner import run_claims
+from normscale.errors import BadInput
+from normscale.tracking.manifest import read_manifest
+from normscale.tracking.spool import read_run
+
+TINY = """
+from normscale.claims.claim import Claim, Profile, Slope, Trains
+
+CLAIM = Claim(
+    id="{id}", says="It trains.", source="nowhere", family="depth",
+    base={{"model.N": 0, "model.d": 16, "model.heads": 2, "model.context": 16, "data.max_bytes": 100000,
+          "train.optim.lr": 1e-3, "train.steps": 4, "train.batch": 2, "train.eval_batches": 1}},
+    arms={{"pre": {{"model.scheme": "pre"}}}}, labels={{"pre": "Pre-Norm"}},
+    profiles={{"cpu": Profile({{"pre": {depths}}}), "smoke": Profile({{"pre": {{1: 1}}}})}},
+    control=(), expect=(Trains("pre", at_least=1),), figure="gap", how="Briefly.", differs=("all of it",),
+)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Returns a checkout with two claims that share a run, as the current directory."""
+    (tmp_path / "normscale" / "claims").mkdir(parents=True)
+    (tmp_path / "experiments").mkdir()
+    for name, depths in (("one", "{1: 2}"), ("two", "{1: 1, 2: 1}")):
+        (tmp_path / "experiments" / f"{name}.py").write_text(TINY.format(id=name, depths=depths))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+
+
+def run(*ids: str, profile: Any = "cpu", workers: int | None = 1) -> int:
+    return run_claims(ids, profile, runs=Path("runs"), uri=None, workers=workers)
+
+
+def test_claims_are_run_judged_and_reported_and_a_second_start_does_nothing(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("core") == 0
+    said = capsys.readouterr().out
+    assert "3 runs to do, 0 done already; about 0:0" in said  # two claims of two runs that share one
+    assert "one    REFUTED" in said or "one    INCONCLUSIVE" in said
+    report = json.loads((checkout / "reports" / "latest" / "report.json").read_text())
+    assert [claim["runs"] for claim in report["claims"]] == [{"done": 2, "of": 2}] * 2
+    manifest = read_manifest(manifest_path(checkout / "runs", "two", "cpu"))
+    assert manifest.verdict is not None
+    assert manifest.report is not None
+    assert Path(manifest.report).exists()
+    assert all(Path(figure).exists() for figure in manifest.figures)
+    records = {name: read_run(checkout / "runs" / name) for name in manifest.runs}
+    assert all(record.finished and record.start["environment"]["threads"] == 1 for record in records.values())
+
+    # Half of the work is lost, a claim is asked for alone, and the sink of nobody is started: only the gap is filled.
+    lost = next(cell.run for cell in manifest.cells if cell.depth == 2)
+    before = records[lost].series["loss_val"].values
+    shutil.rmtree(checkout / "runs" / lost)
+    assert run("two", workers=2) == 0
+    said = capsys.readouterr().out
+    assert "1 runs to do, 1 done already" in said
+    assert "one " in said  # the other claim stays in the report
+    assert read_run(checkout / "runs" / lost).series["loss_val"].values == before  # bit for bit, on another worker
+
+    monkeypatch.setattr(runner.Pool, "run", lambda *_: pytest.fail("everything is done"))
+    assert run("one", "two") == 0
+    assert "all 3 runs are done already" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_what_is_done_and_ends_the_workers(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int | None] = []
+
+    def interrupted(self: Any, jobs: Any, tell: Any = None) -> None:
+        pids.extend(self.pids)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.Pool, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("two")
+    assert pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid or 0, 0)
+    manifest = read_manifest(manifest_path(checkout / "runs", "two", "cpu"))
+    assert (len(manifest.cells), manifest.verdict) == (2, None)
+    assert not (checkout / "reports" / "latest").exists()
+
+
+def test_a_run_without_a_result_is_named_and_the_exit_code_says_so(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(self: Any, jobs: Any, tell: Any = lambda job: None) -> None:
+        for job in jobs:
+            job.outcome, job.note = "lost", "its worker died (exit status -9)"
+            tell(job)
+
+    monkeypatch.setattr(runner.Pool, "run", lose)
+    assert run("two") == 1
+    captured = capsys.readouterr()
+    assert "no result: L0002 pre s0: its worker died (exit status -9)" in captured.err
+    assert "two    NOT RUN" in captured.out
+
+
+def test_bad_input_starts_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "Pool", lambda *_: pytest.fail("a worker was started"))
+    with pytest.raises(BadInput, match="no such claim"):
+        run("three")
+    with pytest.raises(BadInput, match="no profile 'gpu'"):
+        run("one", profile="gpu")
+    with pytest.raises(BadInput, match="--workers: 0"):
+        run("one", workers=0)
+    (checkout / "reports").write_text("a file")
+    with pytest.raises(BadInput, match="reports cannot be written"):
+        run("one")
+    with pytest.raises(BadInput, match=r"tracking\.uri"):
+        run_claims(["one"], "cpu", runs=Path("runs"), uri="nonsense", reports=Path("other"))
+    assert not (checkout / "runs").exists()
+
+
+def test_gpus_are_hidden_from_the_cpu_profile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with runner._devices("cpu"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    with runner._devices("gpu"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"

@@ -1,0 +1,70 @@
+import math
+
+import pytest
+
+from normscale.claims.state import drop_over_last_third, state_of, unrecovered_rise
+from tests.claims.synthetic import UNIGRAM, record, series
+
+
+@pytest.mark.parametrize(
+    ("gap", "improves", "label"),
+    [
+        (0.8, 0.1, "trained"),
+        (0.2, 0.0, "trained"),  # exactly at the threshold is trained
+        (0.199, 0.0, "undecided"),
+        (0.15, 0.0, "undecided"),  # neither at the unigram entropy nor trained
+        (0.0, 0.0, "stuck"),
+        (-0.4, 0.0, "stuck"),  # above the unigram entropy and standing still
+        (0.099, 0.019, "stuck"),
+        (0.1, 0.0, "undecided"),
+        (0.0, 0.02, "undecided"),  # exactly 0.02 is not less than 0.02
+        (0.0, 0.0199, "stuck"),
+        (-0.4, 0.3, "undecided"),  # still learning
+        (0.0, -0.1, "stuck"),  # getting worse is not improving
+    ],
+)
+def test_thresholds(gap: float, improves: float, label: str) -> None:
+    assert state_of(record(gap, improves)).label == label
+
+
+def test_a_run_that_stopped_on_nan_diverged() -> None:
+    state = state_of(record(0.9, 0.1, outcome="nan"))
+    assert (state.label, state.dead) == ("diverged", True)
+    assert "step 17" in state.why
+    made = record(0.9)
+    made.series["loss_val"].values[-1] = math.inf
+    assert state_of(made).label == "diverged"
+
+
+@pytest.mark.parametrize("outcome", ["error", "interrupted"])
+def test_a_run_without_an_end_of_its_own_is_no_measurement(outcome: str) -> None:
+    assert state_of(None).label == "missing"
+    state = state_of(record(0.9, outcome=outcome))
+    assert (state.label, state.dead) == ("missing", False)
+    unfinished = record(0.9)
+    unfinished.end = None
+    assert state_of(unfinished).label == "missing"
+
+
+def test_a_spike_that_stays_is_a_divergence_and_one_that_passes_is_none() -> None:
+    stays = {step: 2.4 if step < 100 else 3.1 for step in range(0, 181, 10)}
+    assert state_of(record(0.5, training=stays)).label == "diverged"
+    passes = {step: 9.0 if step == 100 else 2.4 for step in range(0, 181, 10)}
+    assert state_of(record(0.8, training=passes)).label == "trained"
+    assert unrecovered_rise(series({step: 5.0 - 0.01 * step for step in range(180)})) == 0.0
+
+
+def test_without_several_held_out_losses_the_training_loss_says_whether_it_moves() -> None:
+    moving = {step: 4.0 - step / 180 for step in range(0, 181, 10)}
+    made = record(0.0, training=moving)
+    made.series["loss_val"] = series({0: 5.6, 180: UNIGRAM})
+    state = state_of(made)
+    assert state.label == "undecided"
+    assert state.improved == pytest.approx(1 / 3)
+
+
+def test_the_drop_is_that_of_a_line_through_the_last_third() -> None:
+    assert drop_over_last_third(series({0: 9.0, 60: 5.0, 120: 3.0, 150: 2.9, 180: 2.8})) == pytest.approx(0.2)
+    assert drop_over_last_third(series({0: 9.0, 150: 2.9, 180: 2.8})) == pytest.approx(0.2)
+    assert drop_over_last_third(series({0: 9.0, 180: 2.8})) is None
+    assert drop_over_last_third(series({})) is None

@@ -1,0 +1,202 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from normscale.claims.claim import Cell, Claim, Dies, Profile, Slope, Trains
+from normscale.claims.verdict import Judgement, judge
+from normscale.tracking.spool import RunRecord
+from tests.claims.synthetic import record, results
+
+TRAINED, STUCK, UNDECIDED = record(0.8, 0.1), record(0.01), record(0.15)
+Make = Callable[[Cell], RunRecord | None]
+
+
+def depth_claim(**changes: Any) -> Claim:
+    fields: dict[str, Any] = {
+        "id": "dies",
+        "says": "Post dies.",
+        "source": "a paper",
+        "family": "depth",
+        "base": {"train.optim.lr": 1e-3, "train.steps": 180, "train.eval_every": 30},
+        "arms": {"post": {"model.scheme": "post"}, "deepnorm": {"model.scheme": "deepnorm"}},
+        "labels": {"post": "Post-Norm", "deepnorm": "DeepNorm"},
+        "profiles": {
+            name: Profile(
+                {"post": {2: 2, 24: 3, 48: 1}, "deepnorm": {24: 2, 48: 1}}, {"post": {24: 1, 48: 1}}, {"post": {24: 1}}
+            )
+            for name in ("smoke", "cpu")
+        },
+        "control": (Trains("post", at=(2,)),),
+        "expect": (Dies("post", at_least=24, beside=("deepnorm",)), Trains("deepnorm", at_least=24)),
+        "figure": "gap",
+        "how": "",
+        "differs": (),
+    }
+    return Claim(**{**fields, **changes})
+
+
+def as_expected(cell: Cell) -> RunRecord | None:
+    return STUCK if cell.arm == "post" and cell.depth >= 24 else TRAINED
+
+
+def but(wanted: Callable[[Cell], bool], record: RunRecord | None) -> Make:
+    """Returns what is expected, with other records for some cells."""
+    return lambda cell: record if wanted(cell) else as_expected(cell)
+
+
+def verdict_of(make: Make, profile: Any = "cpu") -> Judgement:
+    return judge(depth_claim(), profile, results(depth_claim(), profile, make))
+
+
+def test_supported_and_the_headline_says_it_in_numbers() -> None:
+    judgement = verdict_of(as_expected)
+    assert judgement.verdict == "supported"
+    assert judgement.headline == (
+        "SUPPORTED - Post-Norm stays at the unigram entropy from 24 blocks on (gap at most 0.01 nats); "
+        "DeepNorm trains at 24 and 48 blocks (gap at least 0.80 nats)"
+    )
+    gaps = {item.name: item for item in judgement.measured}
+    assert gaps["post L24 gap"].value == pytest.approx(0.01)
+    assert gaps["post L24 low-lr gap"].lo is None
+    assert gaps["deepnorm L24 gap"].lo is not None
+
+
+def test_a_nan_run_is_a_measurement_and_dead() -> None:
+    nan = but(lambda cell: cell.arm == "post" and cell.depth == 48, record(0.3, outcome="nan"))
+    assert verdict_of(nan).verdict == "supported"
+
+
+@pytest.mark.parametrize(
+    ("where", "made", "verdict"),
+    [
+        ({"role": "main", "depth": 24, "seed": 2}, TRAINED, "refuted"),  # one seed that trains is enough
+        ({"role": "main", "depth": 24, "seed": 2}, UNDECIDED, "inconclusive"),
+        ({"role": "main", "depth": 24, "seed": 2}, None, "inconclusive"),
+        ({"role": "main", "depth": 24, "seed": 2}, record(0.0, 0.02), "inconclusive"),  # exactly 0.02: still moving
+        ({"role": "main", "depth": 24, "seed": 2}, record(0.0, 0.0199), "supported"),
+        ({"role": "low-lr", "depth": 48}, TRAINED, "refuted"),
+        ({"role": "low-lr", "depth": 48}, UNDECIDED, "inconclusive"),
+        ({"role": "low-lr", "depth": 48}, None, "inconclusive"),
+        ({"role": "long"}, TRAINED, "refuted"),
+        ({"role": "long"}, UNDECIDED, "inconclusive"),
+        ({"role": "long"}, None, "inconclusive"),
+        ({"role": "long"}, record(0.0, outcome="nan"), "supported"),
+    ],
+)
+def test_a_death_must_last(where: dict[str, Any], made: RunRecord | None, verdict: str) -> None:
+    def wanted(cell: Cell) -> bool:
+        return cell.arm == "post" and all(getattr(cell, key) == value for key, value in where.items())
+
+    assert verdict_of(but(wanted, made)).verdict == verdict
+
+
+def test_a_death_that_was_not_tried_at_a_lower_rate_is_none() -> None:
+    claim = depth_claim(profiles={"cpu": Profile({"post": {2: 1, 24: 1}, "deepnorm": {24: 1}})})
+    judgement = judge(claim, "cpu", results(claim, "cpu", as_expected))
+    assert judgement.verdict == "inconclusive"
+    assert "not tried at a 3x lower learning rate" in judgement.headline
+
+
+@pytest.mark.parametrize("made", [STUCK, UNDECIDED, None, record(0.9, outcome="nan")])
+def test_a_failed_control_makes_everything_inconclusive(made: RunRecord | None) -> None:
+    judgement = verdict_of(but(lambda cell: cell.role == "control" and cell.seed == 1, made))
+    assert judgement.verdict == "inconclusive"
+    assert judgement.headline.startswith("INCONCLUSIVE - the control failed: Post-Norm ")
+
+
+def test_a_failed_control_also_takes_back_a_refutation() -> None:
+    def make(cell: Cell) -> RunRecord:
+        return STUCK if cell.role == "control" else TRAINED
+
+    assert verdict_of(make).verdict == "inconclusive"
+
+
+def test_where_nothing_trains_the_protocol_is_to_blame_for_the_deaths() -> None:
+    judgement = verdict_of(but(lambda cell: cell.arm == "deepnorm" and cell.depth == 48, STUCK))
+    dies, trains = judgement.parts
+    assert (dies.verdict, trains.verdict) == ("inconclusive", "refuted")
+    assert judgement.verdict == "refuted"
+    assert "DeepNorm is stuck (gap 0.01 nats) at 48 blocks; inconclusive: at 48 blocks no other" in judgement.headline
+
+
+def test_a_missing_run_is_no_measurement_and_none_at_all_is_not_run() -> None:
+    judgement = verdict_of(but(lambda cell: cell.arm == "deepnorm" and cell.depth == 48, None))
+    assert judgement.verdict == "inconclusive"
+    assert judgement.headline.endswith("(1 of 12 runs missing)")
+    lost = record(0.8)
+    lost.end = None
+    assert verdict_of(lambda cell: lost).verdict == "not run"
+    assert verdict_of(lambda cell: None).verdict == "not run"
+
+
+def test_a_smoke_run_is_never_a_verdict() -> None:
+    for make in (as_expected, lambda cell: TRAINED, lambda cell: None):
+        assert verdict_of(make, "smoke").verdict == "not run"
+
+
+def slope_claim(side: Any, bar: float, seeds: int = 3) -> Claim:
+    return depth_claim(
+        profiles={"cpu": Profile({"post": {6: seeds, 12: seeds, 24: seeds, 48: seeds}})},
+        control=(),
+        expect=(Slope("post", "update", step=10, side=side, bar=bar),),
+    )
+
+
+def slope_verdict(side: Any, bar: float, slope: float, noise: float = 0.05, **changes: Any) -> Judgement:
+    claim = slope_claim(side, bar, **changes)
+
+    def make(cell: Cell) -> RunRecord:
+        return record(updates={1: 0.1, 10: cell.depth**slope * (1 + noise * (cell.seed - 1))}, steps=12)
+
+    return judge(claim, "cpu", results(claim, "cpu", make))
+
+
+@pytest.mark.parametrize(
+    ("side", "slope", "verdict"),
+    [
+        ("above", 1.0, "supported"),
+        ("above", 0.0, "refuted"),
+        ("above", 0.26, "inconclusive"),
+        ("not above", 0.0, "supported"),
+        ("not above", 1.0, "refuted"),
+        ("not above", 0.24, "inconclusive"),
+    ],
+)
+def test_a_slope_counts_when_its_whole_interval_is_on_one_side(side: str, slope: float, verdict: str) -> None:
+    judgement = slope_verdict(side, 0.25, slope)
+    assert judgement.verdict == verdict
+    measured = {item.name: item for item in judgement.measured}["post slope at step 10"]
+    assert measured.value == pytest.approx(slope, abs=1e-6)
+    assert {item.name for item in judgement.measured} == {"post slope at step 1", "post slope at step 10"}
+
+
+def test_an_interval_that_ends_at_the_bar_is_not_above_it() -> None:
+    hi = {item.name: item.hi for item in slope_verdict("above", 0.25, 0.2).measured}["post slope at step 10"]
+    assert hi is not None
+    assert slope_verdict("not above", hi, 0.2).verdict == "supported"
+    assert slope_verdict("above", hi, 0.2).verdict == "refuted"
+    assert slope_verdict("not above", hi - 1e-6, 0.2).verdict == "inconclusive"
+
+
+def test_a_slope_needs_all_its_runs_and_finite_numbers() -> None:
+    claim = slope_claim("above", 0.25)
+
+    def make(missing: RunRecord | None) -> Make:
+        def of(cell: Cell) -> RunRecord | None:
+            return missing if cell.seed == 2 and cell.depth == 48 else record(updates={10: float(cell.depth)})
+
+        return of
+
+    for missing in (None, record(updates={10: float("nan")}), record(updates={10: 0.0}), record(updates={1: 5.0})):
+        assert judge(claim, "cpu", results(claim, "cpu", make(missing))).verdict == "inconclusive"
+
+
+def test_a_verdict_is_strict_json() -> None:
+    import json
+
+    judgement = verdict_of(but(lambda cell: cell.depth == 48, record(0.3, outcome="nan")))
+    told = json.loads(json.dumps(judgement.as_dict(), allow_nan=False))
+    assert {"verdict", "headline", "measured", "parts"} <= set(told)
+    assert set(told["parts"][0]) >= {"expect", "verdict", "detail"}
+    assert set(told["measured"][0]) >= {"name", "value", "lo", "hi", "unit"}

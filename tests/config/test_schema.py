@@ -1,0 +1,97 @@
+"""The schema itself: types, ranges and combinations, without files."""
+
+import pytest
+from pydantic import ValidationError
+
+from normscale.config.load import load
+from normscale.config.schema import ModelConfig, OptimConfig, RunConfig
+from normscale.errors import ConfigError
+
+
+def test_a_configuration_is_frozen_at_every_depth() -> None:
+    config = RunConfig()
+    for section, field in ((config, "seed"), (config.model, "d"), (config.train.optim, "lr")):
+        with pytest.raises(ValidationError):
+            setattr(section, field, 1)
+
+
+def test_numerical_leaves_out_names_and_places_only() -> None:
+    config = RunConfig()
+    assert RunConfig.model_fields.keys() - config.numerical().keys() == {"name", "tracking"}
+    assert config.numerical()["train"]["optim"]["betas"] == [0.9, 0.98]
+    assert load(None, ["name=other", "tracking.runs=elsewhere"]).numerical() == config.numerical()
+    assert load(None, ["seed=1"]).numerical() != config.numerical()
+    assert load(None, ["model.eps=0"]).numerical() == load(None, ["model.eps=0.0"]).numerical()
+
+
+REFUSED = [
+    (["model.d=30"], "model.heads: 4 does not divide model.d=30; 3 does"),
+    (["model.d=12"], "model.positions: rope turns pairs and needs an even head width"),
+    (["model.N=3"], "model.N: 3 encoder blocks are not built by this version; set model.N=0"),
+    (["model.N=3", "model.M=0"], "model.N: 3 encoder blocks"),
+    (["model.M=0"], "model.M: 0 decoder blocks leave nothing to train"),
+    (["model.M=-1"], "model.M: -1 is not a whole number >= 0"),
+    (["model.dropout=1"], "model.dropout: 1 is not a number >= 0 and < 1"),
+    (["model.init_std=0.1"], "model.init_std: 0.1 would do nothing with model.init=xavier_normal"),
+    (["data.field=body"], "data.field: 'body' would do nothing with data.source=embedded"),
+    (["data.field=body", "data.source=a.txt"], "data.field: 'body' would do nothing with data.source=a.txt"),
+    (["data.held_out=0"], "data.held_out: 0 is not a number > 0 and < 1"),
+    (["train.batch=8", "train.accumulate=3"], "train.accumulate: 3 does not divide train.batch=8"),
+    (
+        ["train.steps=10", "train.schedule.warmup_steps=11"],
+        "train.schedule.warmup_steps: 11 is more than train.steps=10",
+    ),
+    (["train.schedule.floor=0.1"], "train.schedule.floor: 0.1 would do nothing with train.schedule.kind=constant"),
+    (["train.optim.momentum=0.9"], "train.optim.momentum: 0.9 would do nothing with train.optim.name=adamw"),
+    (["train.optim.name=sgd", "train.optim.betas=[0.9,0.9]"], "train.optim.betas: [0.9, 0.9] would do nothing"),
+    (["train.optim.name=sgd", "train.optim.eps=1e-6"], "train.optim.eps: 1e-06 would do nothing"),
+    (["train.optim.clip=0"], "train.optim.clip: 0 is not a number > 0 or null"),
+    (["probes.update.steps=[1,1]"], "probes.update.steps: 1 comes after 1; steps must rise"),
+    (["probes.update.steps=[2,1]"], "probes.update.steps: 1 comes after 2; steps must rise"),
+    (["probes.update.steps=[1,201]"], "probes.update.steps: 201 is after the last step, train.steps=200"),
+    (["probes.update.sequences=8"], "probes.update.sequences: 8 would do nothing with probes.update.steps=[]"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_what_cannot_work_or_would_do_nothing_is_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, overrides)
+    assert str(caught.value).startswith(says)
+    assert str(caught.value).endswith(")")  # the place
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.eps=0"],
+        ["model.heads=1", "model.d=2"],
+        ["model.d=12", "model.positions=learned"],
+        ["model.init=normal", "model.init_std=0.1"],
+        ["model.init_std=0.02"],
+        ["model.ffn=null", "train.optim.clip=null"],
+        ["data.field=body", "data.source=a.jsonl"],
+        ["data.field=body", "data.source=hub:owner/name"],
+        ["train.accumulate=8"],
+        ["train.steps=10", "train.schedule.warmup_steps=10"],
+        ["train.schedule.floor=0.1", "train.schedule.kind=cosine"],
+        ["train.optim.name=sgd", "train.optim.momentum=0.9"],
+        ["train.optim.name=sgd", "train.optim.betas=[0.9,0.98]"],
+        ["probes.update.steps=[1,5,200]", "probes.update.sequences=8"],
+        ["model.scheme=not-checked-here", "model.norm=nor-this"],
+    ],
+    ids=" ".join,
+)
+def test_what_works_is_accepted(overrides: list[str]) -> None:
+    assert isinstance(load(None, overrides), RunConfig)
+
+
+def test_sections_can_be_built_in_code_with_the_same_checks() -> None:
+    assert ModelConfig(d=128, heads=8).d == 128
+    with pytest.raises(ValidationError, match="4 does not divide"):
+        ModelConfig(d=30)
+    with pytest.raises(ValidationError, match="would do nothing"):
+        OptimConfig(momentum=0.9)
+    with pytest.raises(ValidationError):
+        ModelConfig(heads=True)

@@ -1,0 +1,67 @@
+"""Two real processes against one: the same numbers, one run, one voice."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from normscale.config.load import load
+from normscale.tracking.spool import RunRecord, read_run
+from normscale.train.run import run
+
+ROOT = Path(__file__).parents[2]
+WORDS = (
+    "model.M=3",
+    "data.max_bytes=60_000",
+    "train.steps=10",
+    "train.batch=8",
+    "train.eval_batches=2",
+    "train.optim.clip=0.5",
+    "train.schedule.warmup_steps=10",
+    "probes.every=2",
+    "tracking.uri=null",
+)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecord, RunRecord]:
+    folder = tmp_path_factory.mktemp("ranks")
+    quick = ROOT / "configs/train/quick.yaml"
+    one = run(load(quick, [*WORDS, f"tracking.runs={folder / 'one'}"]))
+    words = [str(quick), *WORDS, "train.accumulate=2", f"tracking.runs={folder / 'two'}"]
+    launched = subprocess.run(
+        [sys.executable, "-m", "launch", "local", "--nproc", "2", "--device", "cpu", "--", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert launched.returncode == 0, launched.stderr
+    folders = list((folder / "two").glob("deepnorm-*"))
+    assert len(folders) == 1  # both ranks give the run one name
+    assert sorted(path.name for path in folders[0].glob("rank*.status")) == ["rank0.status", "rank1.status"]
+    assert launched.stdout.count("finished") == 1
+    return read_run(one.run_dir), read_run(folders[0])
+
+
+@pytest.mark.slow
+def test_every_recorded_number_agrees(records: tuple[RunRecord, RunRecord]) -> None:
+    one, two = records
+    assert (two.start["identity"]["world"], two.start["engine"]) == (2, "ddp")
+    assert set(one.series) == set(two.series)
+    for name in set(one.series) - {"tokens_s"}:
+        np.testing.assert_allclose(two.series[name].values, one.series[name].values, rtol=1e-5, err_msg=name)
+    for name, profile in one.profiles.items():
+        np.testing.assert_allclose(two.profiles[name].data, profile.data, rtol=1e-4, atol=1e-7, err_msg=name)
+    losses = one.series["loss_val"].values
+    assert losses[-1] < losses[0] - 0.1  # it does train
+
+
+@pytest.mark.slow
+def test_accumulation_and_ranks_do_not_hurry_the_schedule(records: tuple[RunRecord, RunRecord]) -> None:
+    rates = records[1].series["lr"]
+    assert rates.values[rates.steps.index(8)] == pytest.approx(0.8 * rates.values[-1])

@@ -1,0 +1,174 @@
+"""Real ranks: what reaches them, what they answer, and that nothing is left of them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.local import AgentNoise, Failure, first_failure
+
+from .test_command import AWKWARD
+
+ROOT = Path(__file__).parents[2]
+DRIVER = """
+import sys
+from launch import command, local
+sys.exit(local.run(command.local(sys.argv[2:], nproc=2, device="cpu", entry=(sys.argv[1],)), grace_s=2.0))
+"""
+RANK = """
+import json, os, signal, subprocess, sys, time
+rank, folder = os.environ["RANK"], sys.argv[1]
+with open(f"{folder}/pids", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+seen = [os.environ["WORLD_SIZE"], os.environ["ACCELERATE_USE_CPU"], sys.argv[2:]]
+open(f"{folder}/argv{rank}", "w").write(json.dumps(seen))
+while len(open(f"{folder}/pids").readlines()) < 2:  # both are up before either fails
+    time.sleep(0.05)
+def leave(code, error):
+    status = {"rank": int(rank), "exit_code": code, "error": error, "t": time.time_ns()}
+    path = os.environ["NORMSCALE_STATUS_DIR"] + f"/rank{rank}.status"
+    open(path + ".part", "w").write(json.dumps(status))
+    os.replace(path + ".part", path)
+    sys.exit(code)
+"""
+
+
+def start(tmp_path: Path, body: str, *args: str) -> subprocess.Popen[str]:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK + body)
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(script), str(tmp_path), *args],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def pids(tmp_path: Path, count: int = 2) -> list[int]:
+    """Returns the ranks' process ids once all have started."""
+    path, deadline = tmp_path / "pids", time.monotonic() + 30
+    while not path.exists() or len(path.read_text().split()) < count:
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.05)
+    return [int(word) for word in path.read_text().split()]
+
+
+def assert_gone(found: list[int]) -> None:
+    alive = [
+        pid for pid in found if Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    ]
+    assert not alive
+
+
+def test_every_rank_gets_the_same_words(tmp_path: Path):
+    code, _, err = finish(start(tmp_path, "print('on stderr', file=sys.stderr)", *AWKWARD))
+    assert code == 0
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"argv{rank}").read_text()) == ["2", "true", AWKWARD]
+    assert err.splitlines() == ["on stderr"] * 2
+
+
+def test_the_first_failing_rank_answers_and_its_line_is_the_only_one(tmp_path: Path):
+    process = start(tmp_path, "leave(3, 'loss is NaN at step 7') if rank == '1' else time.sleep(60)")
+    code, out, err = finish(process)
+    assert (code, out, err) == (3, "", "normscale: rank 1: loss is NaN at step 7\n")
+    assert_gone(pids(tmp_path))
+
+
+def test_rank_0_has_said_its_line_itself(tmp_path: Path):
+    body = "print('normscale: bad', file=sys.stderr)\nleave(2, 'bad')"
+    code, _, err = finish(
+        start(tmp_path, f"if rank == '0':\n    {body.replace(chr(10), chr(10) + '    ')}\ntime.sleep(60)")
+    )
+    assert (code, err) == (2, "normscale: bad\n")
+
+
+def test_a_killed_rank_is_named(tmp_path: Path):
+    code, _, err = finish(start(tmp_path, "os.kill(os.getpid(), 9) if rank == '1' else time.sleep(60)"))
+    assert (code, err) == (1, "normscale: rank 1 killed by SIGKILL (out of memory?); the other ranks were stopped\n")
+
+
+def test_a_traceback_of_a_rank_is_kept(tmp_path: Path):
+    code, _, err = finish(start(tmp_path, "if rank == '1':\n    raise ValueError('of the rank')\ntime.sleep(60)"))
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert "ValueError: of the rank" in err
+    assert err.endswith("normscale: rank 1 ended with exit code 1; the other ranks were stopped\n")
+
+
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
+with open(f"{folder}/pids", "a") as file:
+    file.write(f"{child.pid}\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("body", ["time.sleep(60)", STUBBORN], ids=["polite", "stubborn"])
+def test_a_terminated_launcher_leaves_nothing(tmp_path: Path, body: str):
+    process = start(tmp_path, body)
+    ranks = pids(tmp_path, 4 if body == STUBBORN else 2)
+    time.sleep(0.3)
+    process.terminate()
+    code, _, err = finish(process)
+    assert (code, err) == (143, "normscale: stopped by SIGTERM\n")
+    assert_gone(ranks)
+
+
+def test_ctrl_c_reaches_the_ranks_as_such(tmp_path: Path):
+    body = f"try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    open('{tmp_path}/int' + rank, 'w').close()"
+    process = start(tmp_path, body)
+    ranks = pids(tmp_path)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    assert_gone(ranks)
+    assert sorted(path.name for path in tmp_path.glob("int*")) == ["int0", "int1"]
+
+
+def test_a_launcher_that_is_killed_outright_takes_its_ranks_along(tmp_path: Path):
+    process = start(tmp_path, "time.sleep(60)")
+    ranks = pids(tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert_gone(ranks)
+
+
+def test_the_earliest_failure_counts_not_the_lowest_rank(tmp_path: Path):
+    for rank, code, t in ((0, 1, 300), (1, 3, 200), (2, 0, 100)):
+        text = json.dumps({"rank": rank, "exit_code": code, "error": f"e{rank}", "t": t})
+        (tmp_path / f"rank{rank}.status").write_text(text)
+    assert first_failure(tmp_path) == Failure(1, 3, "e1")
+
+
+def test_what_all_ranks_met_is_rank_0_s_to_say(tmp_path: Path):
+    for rank, t in ((0, 300), (1, 200)):
+        text = json.dumps({"rank": rank, "exit_code": 2, "error": "same", "t": t})
+        (tmp_path / f"rank{rank}.status").write_text(text)
+    assert first_failure(tmp_path) == Failure(0, 2, "same")
+
+
+def test_noise_of_the_agent_is_parted_from_the_ranks():
+    agent = b"E1129 16:22:31.176000 7179 x/torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 3) local_rank: 1 (pid: 7) of binary: p\n"  # noqa: E501
+    ours = [b"Traceback (most recent call last):\n", b'  File "a.py", line 1, in f\n', b"ValueError: x\n", b"plain\n"]
+    last = [b"Traceback (most recent call last):\n", b'  File "/v/accelerate/commands/launch.py", line 1, in x\n']
+    noise = AgentNoise()
+    passed = [line for fed in [*ours, agent, *ours, *last, b"====\n"] for line in noise.feed(fed)]
+    assert passed == ours * 2
+    assert noise.dropped == [agent, *last, b"====\n"]
+    assert noise.failure() == Failure(1, 3, "ended with exit code 3")

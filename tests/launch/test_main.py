@@ -1,0 +1,45 @@
+"""`python -m launch` as a person meets it."""
+
+import pytest
+
+from launch.__main__ import main
+from launch.command import ACCELERATE_CONFIGS
+
+QUICK = str(ACCELERATE_CONFIGS.parent / "train" / "quick.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["locl"], "did you mean 'local'?"),
+        (["local", "--nproc", "2"], "write -- and then"),
+        (["local", "--"], "no configuration"),
+        (["local", "--nproc", "0", "--", QUICK], "--nproc 0"),
+        (["local", "--nproc", "two", "--", QUICK], "--nproc"),
+        (["local", "--nproc", "2", "--port", "0", "--", QUICK], "--port 0"),
+        (["local", "--nproc", "2", "--", QUICK, "model.M=x"], "model.M"),
+        (["local", "--nproc", "2", "--", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_bad_input_is_found_before_any_rank_starts(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("launch.local.run", lambda command: pytest.fail("ranks were started"))
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("normscale: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_dry_run_prints_the_command_and_starts_nothing(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("launch.local.run", lambda command: pytest.fail("ranks were started"))
+    if how == "variable":
+        monkeypatch.setenv("DRY_RUN", "1")
+    assert main(["local", "--nproc", "2", *["--dry-run"] * (how == "option"), "--", QUICK, "name=a b"]) == 0
+    out = capsys.readouterr().out
+    assert "--num_processes 2" in out
+    assert out.endswith(f"-m normscale train {QUICK} 'name=a b'\n")

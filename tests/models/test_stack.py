@@ -1,0 +1,110 @@
+"""The decoder: what it computes, how deep it goes, what it costs to compile."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from normscale.config.schema import ModelConfig
+from normscale.models.attention import rotary_tables, rotate
+from normscale.models.builder import build
+from normscale.models.feedforward import default_ffn_width
+
+SMALL = {"M": 2, "d": 16, "heads": 2, "context": 8}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_variant_has_the_shape_and_depends_on_the_past_alone(
+    activation: str, positions: str, tied: bool, bias: bool
+) -> None:
+    model = build(ModelConfig(**SMALL, activation=activation, positions=positions, tied=tied, bias=bias), 32, 0)
+    tokens = torch.randint(0, 32, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 32
+    one, other = model(tokens), model(changed)
+    assert one.shape == (2, 8, 32)
+    torch.testing.assert_close(one[:, :5], other[:, :5])
+    assert ((one - other)[:, 5:].abs().amax(dim=(0, 2)) > 1e-6).all()
+    names = [name for name, _ in model.named_parameters()]
+    assert ("logits" in names) is not tied
+    assert any(name.endswith("qkv.bias") for name in names) is bias
+
+
+def test_attention_equals_its_formula() -> None:
+    attention = build(ModelConfig(**SMALL), 32, 0).sublayers()[0].branch
+    x, rotary = torch.randn(2, 8, 16), rotary_tables(8, 8)
+    q, k, v = (F.linear(x, w).view(2, 8, 2, 8).transpose(1, 2) for w in attention.qkv.weight.chunk(3))
+    scores = rotate(q, rotary) @ rotate(k, rotary).transpose(-1, -2) / 8**0.5
+    weights = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
+    y = F.linear((weights @ v).transpose(1, 2).reshape(2, 8, 16), attention.o.weight)
+    torch.testing.assert_close(attention(x, rotary), y, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_scores_depend_on_distance_alone() -> None:
+    q, k, tables = torch.randn(8).expand(12, 8), torch.randn(8).expand(12, 8), rotary_tables(12, 8)
+    scores = rotate(q, tables) @ rotate(k, tables).T
+    for distance in range(-5, 6):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+
+
+def test_gated_and_plain_layers_cost_alike() -> None:
+    assert (default_ffn_width(64, "gelu"), default_ffn_width(64, "swiglu"), default_ffn_width(96, "swiglu")) == (
+        256,
+        176,
+        256,
+    )
+
+
+def test_the_stream_starts_at_unit_rms() -> None:
+    model = build(ModelConfig(M=1, d=256, heads=4), 256, 0)
+    x = model.token.detach()[torch.arange(256)] * 16.0
+    assert float(x.square().mean().sqrt()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_seed_alone_decides_the_values() -> None:
+    torch.manual_seed(1)
+    one = build(ModelConfig(**SMALL), 32, 5)
+    torch.manual_seed(2)
+    same, other = build(ModelConfig(**SMALL), 32, 5), build(ModelConfig(**SMALL), 32, 6)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.token, other.token)
+
+
+@pytest.mark.parametrize("init", ["xavier_normal", "xavier_uniform", "normal"])
+def test_the_init_has_its_deviation(init: str) -> None:
+    model = build(ModelConfig(M=1, d=128, heads=2, scheme="pre", init=init, init_std=0.02), 256, 0)
+    up = model.sublayers()[1].branch.up.weight
+    expected = 0.02 if init == "normal" else (2 / (128 + 512)) ** 0.5
+    assert float(up.std()) == pytest.approx(expected, rel=0.03)
+    assert (float(up.abs().max()) < 3**0.5 * expected * 1.001) is (init == "xavier_uniform")
+
+
+def test_a_thousand_blocks_need_no_deeper_recursion() -> None:
+    assert sys.getrecursionlimit() <= 1000 or "pydevd" in sys.modules
+    model = build(ModelConfig(M=1000, d=8, heads=1, context=4), 16, 0)
+    loss = model(torch.randint(0, 16, (1, 4))).square().mean()
+    loss.backward()
+    gradients = [p.grad for p in model.blocks[0].parameters()]
+    assert all(g is not None and torch.isfinite(g).all() for g in gradients)
+    assert model.structures == 1
+    assert len(model.sites()) == 2000
+
+
+@pytest.mark.slow
+def test_inductor_agrees_with_eager_and_compiles_once() -> None:
+    from torch._dynamo.utils import counters
+
+    config = ModelConfig(**SMALL | {"M": 12})
+    eager, compiled = build(config, 32, 0), build(config.model_copy(update={"compile": True}), 32, 0)
+    tokens = torch.randint(0, 32, (2, 8))
+    counters.clear()
+    for model in (eager, compiled):
+        model(tokens).square().mean().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,49 @@
+"""Every registered norm: the contract, and what tells the norms apart."""
+
+import pytest
+import torch
+
+from normscale.errors import ConfigError
+from normscale.norms import Norm, find_norm, norm_names
+
+
+def make(name: str, width: int = 8, eps: float = 1e-5, **options: object) -> Norm:
+    cls = find_norm(name)
+    return cls(width, eps, cls.Options(**options))
+
+
+def test_the_files_are_found() -> None:
+    assert {"layernorm", "rmsnorm"} <= set(norm_names())
+
+
+def test_an_unknown_norm_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"model.norm: 'layernrom' is not a norm; did you mean 'layernorm'\?"):
+        find_norm("layernrom")
+
+
+@pytest.mark.parametrize("name", norm_names())
+def test_the_fused_entry_equals_norm_of_the_sum(name: str) -> None:
+    norm, x, f = make(name), torch.randn(3, 8), torch.randn(3, 8)
+    torch.testing.assert_close(norm.residual(x, f, torch.tensor(2.5)), norm(2.5 * x + f))
+
+
+@pytest.mark.parametrize("name", norm_names())
+def test_eps_reaches_the_function(name: str) -> None:
+    x = torch.tensor([[1e-3, -1e-3]])
+    loose, tight = make(name, 2, eps=1.0)(x), make(name, 2, eps=1e-12)(x)
+    assert loose.abs().max() < 2e-3 < 0.9 < tight.abs().max()
+
+
+@pytest.mark.parametrize("name", norm_names())
+def test_eps_is_no_part_of_the_state(name: str) -> None:
+    assert not any("eps" in key for key in make(name).state_dict())
+
+
+def test_layernorm_is_shift_invariant_and_rmsnorm_is_not() -> None:
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(make("layernorm")(x + 3), make("layernorm")(x), rtol=1e-4, atol=1e-5)
+    assert (make("rmsnorm")(x + 3) - make("rmsnorm")(x)).abs().max() > 0.1
+
+
+def test_layernorm_without_bias() -> None:
+    assert [name for name, _ in make("layernorm", bias=False).named_parameters()] == ["gamma"]

@@ -1,0 +1,221 @@
+"""Probes against plain autograd, and the promise that they change nothing."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normscale.config.schema import ModelConfig, RunConfig
+from normscale.models.builder import build
+from normscale.probes.activations import Activations
+from normscale.probes.gradients import Gradients, depth_slope
+from normscale.probes.probe import Array, Hand, Probe, Reading, collect
+from normscale.probes.spikes import SpikeScore
+from normscale.probes.update import ModelUpdate
+from normscale.train.engine import Engine
+from normscale.train.loop import Trainer, summed_loss
+from normscale.train.run import subject_of
+
+MODEL = {"M": 3, "d": 16, "heads": 2, "context": 8}
+
+
+class Notes:
+    """A recorder that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Mapping[str, float]] = {}
+        self.profiles: dict[tuple[int, str], Array] = {}
+        self.events: list[dict[str, object]] = []
+
+    def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None:
+        self.values[step] = values
+
+    def profile(self, step: int, name: str, data: Array) -> None:
+        self.profiles[step, name] = np.asarray(data)
+
+    def event(self, step: int, event: str, **fields: object) -> None:
+        self.events.append({"step": step, "event": event, **fields})
+
+
+def windows(steps: int, micro: int = 1, size: int = 4) -> list[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    draws = [[torch.randint(0, 32, (size, 9), generator=generator) for _ in range(micro)] for _ in range(steps)]
+    return [[(x[:, :-1], x[:, 1:]) for x in window] for window in draws]
+
+
+def trained(
+    probes: list[Probe], steps: int = 4, micro: int = 1, model: Mapping[str, object] = {}, **train: object
+) -> tuple[Trainer, Notes]:
+    precision = train.pop("precision", {})
+    config = RunConfig(
+        model=MODEL | dict(model),
+        train={"steps": steps, "batch": 4 * micro, "accumulate": micro, **train},
+        precision=precision,
+        probes={"every": 1},
+    )
+    torch.manual_seed(0)
+    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    subject = subject_of(engine)
+    for probe in probes:
+        probe.attach(subject)
+    trainer, notes = Trainer(engine, config, probes), Notes()
+    for window in windows(steps, micro):
+        trainer.step(window, notes)
+    return trainer, notes
+
+
+@pytest.mark.parametrize("scheme", ["pre", "deepnorm"])
+def test_rows_are_those_of_the_branches_and_the_streams(scheme: str) -> None:
+    _, notes = trained([Activations()], steps=1, micro=2, model={"scheme": scheme})
+    model = build(ModelConfig(**MODEL, scheme=scheme), 32, 0)
+    branches: list[list[Tensor]] = [[] for _ in range(6)]
+    streams: list[list[Tensor]] = [[] for _ in range(6)]
+    for i, sublayer in enumerate(model.sublayers()):
+        sublayer.branch.register_forward_hook(lambda m, a, out, i=i: branches[i].append(out))
+        sublayer.register_forward_hook(lambda m, a, out, i=i: streams[i].append(out[0]))
+    for tokens, _ in windows(1, 2)[0]:
+        model(tokens)
+    for name, seen in (("branch", branches), ("stream", streams)):
+        both = [torch.cat(tensors) for tensors in seen]  # both micro-batches
+        np.testing.assert_allclose(
+            notes.profiles[1, f"{name}_rms"], [float(x.square().mean().sqrt()) for x in both], rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            notes.profiles[1, f"{name}_absmax"], [float(x.abs().max()) for x in both], rtol=1e-6
+        )
+        assert (notes.profiles[1, f"{name}_nonfinite"] == 0).all()
+    assert notes.values[1]["stream_last"] == pytest.approx(notes.profiles[1, "stream_rms"][-1])
+
+
+def test_gradient_rows_are_those_of_plain_autograd() -> None:
+    _, notes = trained([Gradients()], steps=1, micro=2)
+    model = build(ModelConfig(**MODEL), 32, 0)
+    batch = windows(1, 2)[0]
+    loss = sum(summed_loss(model(x), y) for x, y in batch) / sum(y.numel() for _, y in batch)
+    loss.backward()
+    wanted = [
+        float(torch.cat([p.grad.flatten() for p in sublayer.parameters()]).norm()) for sublayer in model.sublayers()
+    ]
+    np.testing.assert_allclose(notes.profiles[1, "grad_norm"], wanted, rtol=1e-4)
+    everything = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert notes.values[1]["grad_norm"] == pytest.approx(float(everything), rel=1e-5)
+
+
+def test_the_update_is_measured_from_the_first_weights() -> None:
+    tokens = torch.randint(0, 32, (2, 8))
+    _, notes = trained([ModelUpdate(tokens, (2, 3))], steps=4)
+    replay, _ = trained([], steps=3, model={})
+    assert "update" not in notes.values[1]
+    assert notes.values[3]["update"] > notes.values[2]["update"] > 0
+    with torch.no_grad():
+        origin = build(ModelConfig(**MODEL), 32, 0).features(tokens)
+        moved = (replay.engine.inner.features(tokens) - origin).norm(dim=-1).mean()
+    assert notes.values[3]["update"] == pytest.approx(float(moved), rel=1e-5)
+
+
+def test_the_update_survives_a_restart() -> None:
+    tokens = torch.randint(0, 32, (2, 8))
+    whole, _ = trained([probe := ModelUpdate(tokens, (4,))], steps=2)
+    again = ModelUpdate(tokens, (4,))
+    again.load_state_dict(probe.state_dict())
+    again.attach(subject_of(whole.engine))  # the weights have moved; the origin must not
+    assert again.origin is not None
+    assert probe.origin is not None
+    assert torch.equal(again.origin, probe.origin)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"model": {"dropout": 0.2}},
+        {"model": {"dropout": 0.2, "checkpointing": True}},
+        {"precision": {"compute": "bf16"}},
+        {"micro": 2, "optim": {"name": "sgd", "lr": 0.1, "clip": 0.5}},
+    ],
+    ids=["dropout", "recompute", "bf16", "accumulate"],
+)
+def test_probes_change_no_bit(setting: dict[str, object]) -> None:
+    tokens = torch.randint(0, 32, (2, 8))
+    plain, _ = trained([], **setting)  # type: ignore[arg-type]
+    probed, _ = trained([Activations(), Gradients(), ModelUpdate(tokens, (1, 2))], **setting)  # type: ignore[arg-type]
+    assert torch.equal(plain.engine.flat.values, probed.engine.flat.values)
+    assert list(plain.spikes.past) == list(probed.spikes.past)
+
+
+class DictOutput(nn.Module):
+    """A block that returns a dictionary and is followed by operations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"h": self.inner(x)}
+
+
+def test_gradients_of_modules_with_odd_outputs_are_seen() -> None:
+    from normscale.train.flat import FlatParameters
+
+    torch.manual_seed(0)
+    model = nn.ModuleList([DictOutput(), DictOutput()])
+    flat = FlatParameters(model)
+    x = torch.randn(3, 4)
+    for block in model:
+        x = block(x)["h"]
+        x += 1
+        x = torch.relu_(x)
+    x.square().sum().backward()
+    groups = [["0.inner.weight", "0.inner.bias"], ["1.inner.weight", "1.inner.bias"]]
+    wanted = [sum(float(p.grad.square().sum()) for p in block.parameters()) for block in model]
+    np.testing.assert_allclose(flat.squares(groups).numpy(), wanted, rtol=1e-5)
+    assert min(wanted) > 0
+
+
+class Given(Probe):
+    name = "given"
+
+    def __init__(self, **hands: Hand) -> None:
+        self.hands = hands
+
+    def hand_over(self) -> Mapping[str, Hand]:
+        return self.hands
+
+    def read(self, values: Mapping[str, Array]) -> Reading:
+        return Reading(profiles=dict(values))
+
+
+def test_two_collectives_whatever_the_depth_and_each_number_comes_home() -> None:
+    calls: list[tuple[str, Tensor]] = []
+
+    def reduce(kind: str, factor: float):  # type: ignore[no-untyped-def]
+        return lambda x: calls.append((kind, x)) or x * factor
+
+    one = Given(a=Hand(torch.tensor([1.0, 2.0]), "sum"), b=Hand(torch.tensor([5.0, math.nan]), "max"))
+    two = Given(c=Hand(torch.tensor(3.0), "first"), d=Hand(torch.tensor([4.0]), "sum"))
+    first, second = collect([one, two], reduce("sum", 2), reduce("max", 1))
+    assert [kind for kind, _ in calls] == ["sum", "max"]
+    assert first.profiles["a"].tolist() == [2.0, 4.0]
+    assert first.profiles["b"].tolist() == [5.0, math.inf]  # a NaN must not be lost in a maximum over ranks
+    assert (second.profiles["c"].tolist(), second.profiles["d"].tolist()) == ([3.0], [8.0])
+
+
+def test_slope_of_a_power_law_and_of_vanished_gradients() -> None:
+    n = np.arange(1, 101.0)
+    assert depth_slope(3 * n**-0.5) == pytest.approx(-0.5)
+    assert depth_slope(np.where(n < 50, 0.0, n**2)) == pytest.approx(2.0)
+    assert math.isnan(depth_slope(np.zeros(4)))
+    assert math.isnan(depth_slope(np.ones(1)))
+
+
+def test_spike_score_counts_the_far_ones() -> None:
+    score = SpikeScore(window=50, warmup=30)
+    for i in range(100):
+        score.add(1.0 + 0.01 * (-1) ** i)
+    assert score.score == 0.0
+    score.add(9.0)
+    score.add(float("nan"))
+    assert (score.spikes, score.judged) == (2, 72)
+    assert len(score.past) == 50

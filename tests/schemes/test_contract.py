@@ -1,0 +1,217 @@
+"""The scheme contract: every registered scheme keeps it, and three schemes not built here fit into it.
+
+Keel needs sites that are exceptions, SpanNorm a skip that spans the block, SiameseNorm two streams. Each is written
+here in a few lines and held against an independent reference, so that the contract need not be torn out for them.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normscale.config.schema import ModelConfig
+from normscale.errors import ConfigError
+from normscale.models.builder import build, resolve
+from normscale.models.stack import Decoder
+from normscale.norms import norm_names
+from normscale.schemes import Depth, Make, Own, Parts, Scheme, Site, Streams, registry, scheme_names
+
+SIZE = {"M": 4, "d": 16, "heads": 2, "context": 8}
+TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+class Keel(Scheme):
+    """x' = LN(alpha x + F(LN(x))), alpha = 2 M; the first attention has no outer norm and no alpha, the first
+    feed-forward no alpha (arXiv:2601.19895, section 3)."""
+
+    def own(self, depth: Depth, site: Site, make: Make) -> Parts:
+        parts: dict[str, nn.Module | float] = {"inner": make.norm()}
+        if site.index > 0:
+            parts |= {"outer": make.norm(), "alpha": 1.0 if site.index == 1 else 2.0 * depth.M}
+        return parts
+
+    def read(self, streams: Streams, own: Own) -> Tensor:
+        return own.module("inner")(streams[0])
+
+    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
+        if not own.has("outer"):
+            return (streams[0] + out,)
+        return (own.module("outer").residual(streams[0], out, own.constant("alpha")),)
+
+
+class SpanNorm(Scheme):
+    """y = LN(x + Attn(x)); x' = LN(x + FFN(y)) (arXiv:2601.22580): the second skip starts before the attention."""
+
+    def own(self, depth: Depth, site: Site, make: Make) -> Parts:
+        return {"norm": make.norm()}
+
+    def enter(self, emb: Tensor, ends: Own) -> Streams:
+        return (emb, emb)
+
+    def read(self, streams: Streams, own: Own) -> Tensor:
+        return streams[1]
+
+    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
+        y = own.module("norm")(streams[0] + out)
+        return (streams[0], y) if own.kind == "self" else (y, y)
+
+    def exit(self, streams: Streams, ends: Own) -> Tensor:
+        return streams[0]
+
+
+class Siamese(Scheme):
+    """O = F(X + LN_Y(Y)); X' = LN_X(X + O); Y' = Y + O; out = X + LN(Y) (arXiv:2602.08064)."""
+
+    def own(self, depth: Depth, site: Site, make: Make) -> Parts:
+        return {"x": make.norm(), "y": make.norm()}
+
+    def own_ends(self, depth: Depth, side: str, make: Make) -> Parts:
+        return {"y": make.norm()}
+
+    def enter(self, emb: Tensor, ends: Own) -> Streams:
+        return (emb, emb.clone())
+
+    def read(self, streams: Streams, own: Own) -> Tensor:
+        return streams[0] + own.module("y")(streams[1])
+
+    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
+        return (own.module("x")(streams[0] + out), streams[1] + out)
+
+    def exit(self, streams: Streams, ends: Own) -> Tensor:
+        return streams[0] + ends.module("y")(streams[1])
+
+
+GUESTS: dict[str, type[Scheme]] = {"keel-guest": Keel, "span-guest": SpanNorm, "siamese-guest": Siamese}
+
+
+@pytest.fixture(autouse=True)
+def guests() -> Iterator[None]:
+    for name, cls in GUESTS.items():
+        registry.register(name)(cls)
+    yield
+    for name in GUESTS:
+        del registry._SCHEMES[name]
+
+
+def ln(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+
+
+def reference(name: str, model: Decoder, x: Tensor) -> Tensor:
+    branches = [sublayer.branch for sublayer in model.sublayers()]
+    pairs = list(zip(branches[::2], branches[1::2], strict=True))
+    if name == "keel-guest":
+        for i, f in enumerate(branches):
+            out = f(ln(x), None)
+            x = x + out if i == 0 else ln(x + out) if i == 1 else ln(8.0 * x + out)
+        return x
+    if name == "span-guest":
+        for attention, ffn in pairs:
+            x = ln(x + ffn(ln(x + attention(x, None)), None))
+        return x
+    y = x
+    for f in branches:
+        out = f(x + ln(y), None)
+        x, y = ln(x + out), y + out
+    return x + ln(y)
+
+
+@pytest.mark.parametrize("name", GUESTS)
+def test_a_guest_scheme_equals_its_formula(name: str) -> None:
+    model = build(ModelConfig(**SIZE, scheme=name, positions="learned"), 32, 0)
+    assert model.position is not None
+    x = model.token[TOKENS] * 4.0 + model.position
+    torch.testing.assert_close(model.features(TOKENS), reference(name, model, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", GUESTS)
+def test_a_guest_scheme_is_measured_in_all_its_streams(name: str) -> None:
+    model = build(ModelConfig(**SIZE, scheme=name), 32, 0)
+    rows = torch.full((8 * (1 + model.stream_count), 3), -1.0)
+    model(TOKENS, rows)
+    assert model.stream_count == (1 if name == "keel-guest" else 2)
+    assert (rows >= 0).all()
+
+
+def every_scheme() -> list[str]:
+    return [*scheme_names(), *GUESTS]
+
+
+@pytest.mark.parametrize("norm", norm_names())
+@pytest.mark.parametrize("name", every_scheme())
+def test_gradients_reach_every_parameter(name: str, norm: str) -> None:
+    model = build(ModelConfig(**SIZE, scheme=name, norm=norm), 32, 0)
+    model(TOKENS).square().mean().backward()
+    for parameter, p in model.named_parameters():
+        assert p.grad is not None, parameter
+        assert torch.isfinite(p.grad).all(), parameter
+
+
+@pytest.mark.parametrize("name", every_scheme())
+def test_recomputing_activations_changes_nothing(name: str) -> None:
+    plain, checkpointed = (build(ModelConfig(**SIZE, scheme=name, checkpointing=c), 32, 0) for c in (False, True))
+    rows = [torch.zeros(8 * (1 + plain.stream_count), 3) for _ in range(2)]
+    for model, row in zip((plain, checkpointed), rows, strict=True):
+        model(TOKENS, row).square().mean().backward()
+    assert torch.equal(rows[0], rows[1])
+    for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", every_scheme())
+def test_a_saved_model_loads_into_a_fresh_one(name: str) -> None:
+    one, other = build(ModelConfig(**SIZE, scheme=name), 32, 0), build(ModelConfig(**SIZE, scheme=name), 32, 1)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(TOKENS), other(TOKENS))
+
+
+@pytest.mark.parametrize("name", every_scheme())
+def test_one_graph_for_each_structure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="eager", fullgraph=True))
+    for eps in (1e-5, 1e-3, 1e-1):  # a sweep over eps must not add graphs, and must not be baked in
+        config = ModelConfig(**SIZE | {"M": 12}, scheme=name, eps=eps)
+        eager, compiled = build(config, 32, 0), build(config.model_copy(update={"compile": True}), 32, 0)
+        counters.clear()
+        torch.testing.assert_close(compiled(TOKENS), eager(TOKENS), rtol=1e-4, atol=1e-5)
+        if eps == 1e-5:
+            assert counters["stats"]["unique_graphs"] == compiled.structures
+            assert compiled.structures == (2 if name == "keel-guest" else 1)
+            rows, want = (torch.zeros(24 * (1 + eager.stream_count), 3) for _ in range(2))
+            compiled(TOKENS, rows)  # statistics asked for after compiling, not before: they must not stay empty
+            assert counters["stats"]["unique_graphs"] == 2 * compiled.structures
+            eager(TOKENS, want)
+            torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-4)
+        else:
+            assert counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize("name", every_scheme())
+def test_eps_reaches_every_norm(name: str) -> None:
+    model = build(ModelConfig(**SIZE, scheme=name, eps=0.125), 32, 0)
+    found = [m.eps for m in model.modules() if hasattr(m, "eps_tensor")]
+    assert len(found) >= 8
+    assert set(found) == {0.125}
+
+
+def test_an_unknown_scheme_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'deepnrom' is not a scheme; did you mean 'deepnorm'\? \(allowed: .*post"):
+        resolve(ModelConfig(scheme="deepnrom"))
+
+
+def test_an_extra_norm_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"scheme_options.pre_norm: makes no sense with scheme=deepnorm: .*scheme=pre"):
+        resolve(ModelConfig(scheme="deepnorm", scheme_options={"pre_norm": True}))
+
+
+def test_an_unknown_option_is_refused_with_the_options_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"norm_options.biass: layernorm has no option 'biass'; did you mean 'bias'"):
+        resolve(ModelConfig(norm_options={"biass": False}))
+    with pytest.raises(ConfigError, match=r"scheme_options.warm: pre has no option 'warm' \(it has no options\)"):
+        resolve(ModelConfig(scheme="pre", scheme_options={"warm": 1}))
+    with pytest.raises(ConfigError, match=r"norm_options.bias: 'maybe'"):
+        resolve(ModelConfig(norm_options={"bias": "maybe"}))

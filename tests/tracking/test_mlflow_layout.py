@@ -1,0 +1,198 @@
+import dataclasses
+import math
+
+from normscale.tracking import mlflow_layout as layout
+from normscale.tracking import mlflow_pages as pages
+from normscale.tracking import mlflow_view as views
+from normscale.tracking.manifest import read_manifest
+from normscale.tracking.spool import read_run
+from tests.tracking.made import VERDICT, cell, make_manifest, make_run
+
+
+def test_arms_have_fixed_colours():
+    found = layout.colours(["post", "keel", "pre", "other", "deepnorm"])
+    assert (found["post"], found["pre"], found["deepnorm"]) == ("#d62728", "#2ca02c", "#1f77b4")
+    assert len(set(found.values())) == 5
+    assert layout.colour_alone("keel") == layout.colour_alone("keel")
+    assert layout.colour_alone("post") == "#d62728"
+
+
+def test_learning_rates_are_said_shortly():
+    assert [layout.short_lr(lr) for lr in (1e-3, 3e-4, 3.3e-4, 0.5, 10.0)] == ["1e-3", "3e-4", "3.3e-4", "5e-1", "1e1"]
+
+
+def test_names_are_cell_and_seed_and_unique(runs):
+    cells = [
+        cell("a"),
+        cell("b", seed=1),
+        cell("c", role="low-lr", lr=3e-4),
+        cell("d", role="long"),
+        cell("e", lr=2e-3),
+        cell("f", lr=2e-3),
+    ]
+    names = layout.child_names(read_manifest(make_manifest(runs, cells)))
+    assert names["a"] == "L0012 post s0"
+    assert names["b"] == "L0012 post s1"
+    assert names["c"] == "L0012 post s0 lr3e-4"
+    assert names["d"] == "L0012 post s0 long"
+    assert names["e"] == "L0012 post s0 lr2e-3"
+    assert names["f"] == "L0012 post s0 lr2e-3 (2)"
+
+
+def test_parameters_come_in_the_order_people_sort_by(runs):
+    record = read_run(runs / make_run(runs, "pre", 6))
+    found = layout.params(record, 6)
+    wanted = ["scheme", "layers", "seed", "norm", "dtype", "lr", "warmup", "d_model", "eps", "batch_tokens"]
+    assert list(found)[:10] == wanted
+    assert found["layers"] == "6"
+    assert found["batch_tokens"] == "512"
+    assert found["lr"] == "0.001"
+    assert layout.params(record, None)["layers"] == "6"
+
+
+def test_points_leave_out_what_is_not_finite_and_flag_its_step(runs):
+    record = read_run(runs / make_run(runs, steps=6, every=1, nan_at=3, trains=False))
+    points = layout.points(record)
+    assert all(math.isfinite(point.value) for point in points)
+    flags = {point.step: point.value for point in points if point.key == "2-health/nonfinite"}
+    assert flags == {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0}
+    losses = [point.step for point in points if point.key == "1-loss/train"]
+    assert losses == [0, 1, 2]
+    keys = list(dict.fromkeys(point.key for point in points))
+    assert keys[0] == "0-end/gslope", "what the tables show is logged first; the gap was NaN and is left out"
+    assert keys == sorted(keys, key=lambda key: key.split("/")[0])
+    ends = {point.key: (point.value, point.step) for point in points if point.key.startswith("0-end/")}
+    assert ends["0-end/gslope"] == (2.346, 0)
+    assert ends["0-end/badstep"] == (3.0, 0)
+    assert "0-end/gap" not in ends
+
+
+def test_a_flag_of_the_loop_counts_without_any_odd_value(runs, tmp_path):
+    record = read_run(runs / make_run(runs, steps=4, every=1))
+    series = record.series["nonfinite"]
+    record.series["nonfinite"] = dataclasses.replace(series, values=[0.0, 0.0, 1.0, 0.0, 0.0])
+    flags = [point.value for point in layout.points(record) if point.key == "2-health/nonfinite"]
+    assert flags == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_outcomes_and_status(runs):
+    trained = read_run(runs / make_run(runs, "pre"))
+    plateau = read_run(runs / make_run(runs, "post", trains=False, steps=300))
+    bad = read_run(runs / make_run(runs, "post", 24, nan_at=5))
+    open_run = read_run(runs / make_run(runs, "post", 48, end=False))
+    assert [layout.outcome(run, None, False) for run in (trained, plateau, bad)] == ["trained", "plateau", "nan"]
+    assert layout.outcome(open_run, None, True) == "running"
+    assert layout.outcome(open_run, None, False) == "interrupted"
+    assert [layout.status(run, False) for run in (trained, plateau, bad, open_run)] == [
+        "FINISHED",
+        "FINISHED",
+        "FAILED",
+        "KILLED",
+    ]
+    assert layout.status(open_run, True) == "RUNNING"
+    judged = dataclasses.replace(_cell(), outcome="plateau")
+    assert layout.outcome(trained, judged, False) == "plateau", "the judge's word wins"
+    trained.end["summary"]["gap"] = -0.5
+    assert layout.outcome(trained, None, False) == "diverged"
+
+
+def _cell():
+    from normscale.tracking.manifest import Cell
+
+    return Cell("r", "pre", "L0012 pre", 12, 0, 1e-3)
+
+
+def test_pictures_go_to_main_runs_of_one_seed_and_at_most_ten(runs):
+    few = [cell("a"), cell("b", seed=1), cell("c", role="low-lr"), cell("d", "pre")]
+    assert layout.pictured(read_manifest(make_manifest(runs, few))) == ["a", "d"]
+    many = [
+        cell(f"{arm}{depth}", arm, depth) for depth in (2, 6, 12, 24, 48, 100) for arm in ("post", "pre", "deepnorm")
+    ]
+    chosen = layout.pictured(read_manifest(make_manifest(runs, many)))
+    assert len(chosen) == 9
+    assert {"post2", "pre2", "deepnorm2", "post100", "pre100", "deepnorm100"} <= set(chosen)
+    wide = [cell(f"arm{number}", f"arm{number}") for number in range(14)]
+    assert len(layout.pictured(read_manifest(make_manifest(runs, wide)))) == 10
+
+
+def claim_page(runs, verdict):
+    made = {
+        "p0": make_run(runs, "post", 12, 0, trains=False, steps=300),
+        "p1": make_run(runs, "post", 12, 1, nan_at=5),
+        "d0": make_run(runs, "deepnorm", 12, 0, steps=300),
+    }
+    cells = [cell(made["p0"]), cell(made["p1"], seed=1), cell(made["d0"], "deepnorm"), cell("missing", "deepnorm", 48)]
+    manifest = read_manifest(
+        make_manifest(runs, cells, verdict=verdict, figures=["/x/fig one.png"], report="/x/r.html")
+    )
+    records = {run: read_run(runs / run) for run in made.values()}
+    words = {run: layout.outcome(record, None, False) for run, record in records.items()}
+    children = {run: (f"name of {run}", f"id-{run}") for run in records}
+    return made, pages.claim_page(manifest, "7", "PARENT", records, words, children)
+
+
+def test_the_front_page_gives_verdict_and_links_in_its_first_two_lines(runs):
+    made, page = claim_page(runs, VERDICT)
+    first, second, *_ = page.split("\n")
+    assert first == f"**SUPPORTED** - {VERDICT['headline']}"
+    view = "#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    view += "&viewStateShareKey=depth-postnorm-dies-cpu"
+    assert f"[Charts of all 4 runs]({view})" in second
+    assert "(#/experiments/7/runs/PARENT/artifacts/report.html?workflowType=machine_learning)" in second
+    assert "| gap, nats | L0012 | L0048 |" in page
+    post = next(line for line in page.split("\n") if line.startswith("| post |"))
+    assert "**" in post
+    assert "(1 nan)" in post
+    assert "e+308" not in page
+    deep = next(line for line in page.split("\n") if line.startswith("| deepnorm |"))
+    assert "**" not in deep
+    assert deep.endswith("| - |")
+    assert "![](get-artifact?path=figures/fig%20one.png&run_uuid=PARENT)" in page
+    assert f"id-{made['p1']}?workflowType=machine_learning) (nan)" in page
+    assert "| gap of post at 48 layers | 0.0213 | 0.0101 .. 0.0302 | nats |" in page
+    assert page.count("workflowType=machine_learning") == page.count("#/experiments")
+
+
+def test_a_claim_without_verdict_says_how_far_it_is(runs):
+    assert claim_page(runs, None)[1].startswith("**PENDING** - Post-Norm stops training")
+    assert "(3 of 4 runs ended)" in claim_page(runs, None)[1].split("\n")[0]
+
+
+def test_the_page_of_a_failed_run_names_step_layer_and_kind(runs):
+    record = read_run(runs / make_run(runs, "post", 12, nan_at=5))
+    page = pages.run_page(record, "nan", "7", "R", "events/step-000005-nonfinite")
+    first = page.split("\n")[0]
+    assert first.startswith("**+Inf/NaN at step 5** in sublayer 8 of 24 (decoder.0004.self)")
+    assert "runs/R/artifacts/events/step-000005-nonfinite/report.md?workflowType=machine_learning" in first
+    assert "![](get-artifact?path=events/step-000005-nonfinite/profile.png&run_uuid=R)" in page
+
+
+def test_the_list_of_claims_starts_with_the_count():
+    page = pages.family_page([("a (cpu)", "supported", "x | y", "7", "A"), ("b (cpu)", "refuted", "z", "7", "B")])
+    assert page.split("\n")[0] == "2 claims: 1 supported, 1 refuted"
+    assert "x \\| y" in page
+    assert "(#/experiments/7/runs/A?workflowType=machine_learning)" in page
+
+
+def test_the_view_holds_this_claim_and_profile_only_and_unpacks(runs):
+    manifest = read_manifest(make_manifest(runs, [cell("a")]))
+    state = views.view(manifest)
+    for part in ("claim = 'depth-postnorm-dies'", "profile = 'cpu'", "kind = 'arm'"):
+        assert f"tags.normscale.{part}" in state["searchFilter"]
+    assert state["orderByKey"] == "tags.`mlflow.runName`"
+    assert state["runsHiddenMode"] == "SHOWALL"
+    sections = {section["uuid"] for section in state["compareRunSections"]}
+    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == sections
+    assert len({chart["uuid"] for chart in state["compareRunCharts"]}) == len(state["compareRunCharts"])
+    assert views.unpack(views.pack(state)) == state
+    assert len(views.pack(state)) < 5000
+    assert views.view(manifest, by_cell=True)["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cell"}]
+
+
+def test_every_chart_shows_a_key_that_is_recorded(runs):
+    from normscale.tracking.record import QUANTITIES
+
+    recorded = {quantity.mlflow for quantity in QUANTITIES.values()}
+    for chart in views.view(read_manifest(make_manifest(runs, [cell("a")])))["compareRunCharts"]:
+        key = chart.get("metricKey") or chart.get("yaxis", {}).get("key")
+        assert key in recorded or chart["imageKeys"][0] in ("3-grad/heat", "4-resid/heat")

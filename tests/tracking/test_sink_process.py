@@ -1,0 +1,188 @@
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from normscale.errors import StoreError
+from normscale.tracking.mlflow_sink import sync
+from normscale.tracking.sink_process import LOG, finish_sink, start_sink, ui, ui_command, wait_for_health
+from tests.tracking.made import make_run
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from normscale.tracking.sink_process import start_sink
+process = start_sink(Path(sys.argv[1]), sys.argv[2], seconds=0.2)
+print(process.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(condition, seconds=40):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "too slow"
+        time.sleep(0.05)
+
+
+def stored(uri):
+    with sqlite3.connect(uri.removeprefix("sqlite:///")) as database:
+        names = database.execute("select value from tags where key = 'normscale.run'").fetchall()
+    return sorted(name for (name,) in names)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_sink_follows_at_low_priority_and_finishes_with_a_last_sync(runs, new_store):
+    uri = new_store()
+    first = make_run(runs, "post", steps=2)
+    process = start_sink(runs, uri, seconds=0.2)
+    until(lambda: stored(uri) == [first])
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
+    process.send_signal(0)
+    second = make_run(runs, "pre", steps=2)
+    assert finish_sink(process, 60) == 0
+    assert stored(uri) == sorted([first, second])
+    log = (runs / LOG).read_text()
+    assert "2 runs" in log.splitlines()[-1]
+    assert "Traceback" not in log
+    assert "View run" not in log
+
+
+def test_the_sink_ends_by_itself_when_its_starter_was_killed(runs, new_store):
+    uri = new_store()
+    first = make_run(runs, "post", steps=2)
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(runs), uri], stdout=subprocess.PIPE)
+    sink = int(starter.stdout.readline())
+    starter.stdout.close()
+    until(lambda: stored(uri) == [first])
+    second = make_run(runs, "pre", steps=2)
+    starter.kill()
+    starter.wait()
+    until(lambda: not is_running(sink))
+    assert stored(uri) == sorted([first, second])
+
+
+def test_a_sink_without_a_server_ends_with_a_line_in_its_log(runs):
+    make_run(runs, steps=2)
+    process = start_sink(runs, "http://127.0.0.1:9", seconds=60)
+    began = time.monotonic()
+    assert finish_sink(process, 30) == 1
+    assert time.monotonic() - began < 20
+    assert "http://127.0.0.1:9 does not answer" in (runs / LOG).read_text()
+
+
+def test_a_sink_that_is_too_slow_is_ended(tmp_path):
+    slow = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen(slow, stdin=subprocess.PIPE)
+    assert finish_sink(process, 0.2) is None
+    assert process.poll() == -signal.SIGTERM
+
+
+def test_the_command_of_the_ui(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, environment = ui_command("sqlite:///mlflow.db", None, 5123)
+    assert command == [
+        *[sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "5123", "--workers", "1"],
+        *[
+            "--backend-store-uri",
+            f"sqlite:///{tmp_path}/mlflow.db",
+            "--artifacts-destination",
+            f"{tmp_path}/mlartifacts",
+        ],
+    ]
+    assert environment["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
+    with pytest.raises(StoreError, match="server already"):
+        ui_command("http://127.0.0.1:5000", None, 5123)
+
+
+def test_a_ui_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(StoreError, match="is not there yet"):
+        ui(f"sqlite:///{tmp_path}/mlflow.db", 5123)
+    (tmp_path / "mlflow.db").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StoreError, match="choose another with --port"):
+            ui(f"sqlite:///{tmp_path}/mlflow.db", taken.getsockname()[1])
+    assert not wait_for_health(free_port(), 0.3)
+
+
+class Server:
+    """A real tracking server on one database, that can be killed and started again on its port."""
+
+    def __init__(self, uri, log):
+        self.uri, self.log, self.port = uri, log, free_port()
+        self.process = None
+
+    def start(self):
+        command, environment = ui_command(self.uri, None, self.port)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        assert wait_for_health(self.port, 90, lambda: self.process.poll() is None), self.log.read_text()
+
+    def kill(self):
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_the_middle_loses_nothing_and_doubles_nothing(runs, new_store, tmp_path, monkeypatch):
+    from normscale.tracking.mlflow_requests import Store
+
+    names = [make_run(runs, scheme, 4, steps=10, every=5) for scheme in ("post", "pre")]
+    database = new_store()
+    server = Server(database, tmp_path / "server.log")
+    uri = f"http://127.0.0.1:{server.port}"
+    monkeypatch.setattr("mlflow.utils.validation.MAX_METRICS_PER_BATCH", 40)
+    sent = Store.send_points
+
+    def half(self, what, run, points):
+        sent(self, what, run, points[:60])
+        server.kill()
+        return sent(self, what, run, points)
+
+    try:
+        server.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "send_points", half)
+            report = sync(runs, uri)
+        assert len(report.failures) == 1
+        assert "does not answer" in report.failures[0]
+        assert report.points == 60
+        assert sync(runs, uri).seconds < 5
+        server.start()
+        assert sync(runs, uri).failures == []
+        assert sync(runs, uri).points == 0
+    finally:
+        server.kill()
+    with sqlite3.connect(database.removeprefix("sqlite:///")) as rows:
+        assert stored(database) == sorted(names)
+        steps = rows.execute("select run_uuid, step from metrics where key = '1-loss/train' order by 1, 2").fetchall()
+        doubled = rows.execute("select 1 from metrics group by run_uuid, key, step having count(*) > 1").fetchall()
+    assert [step for _, step in steps] == [*range(11), *range(11)]
+    assert doubled == []
+    artifacts = Path(database.removeprefix("sqlite:///")).with_name("mlartifacts")
+    assert len(list(artifacts.rglob("record.txt"))) == 2

@@ -1,0 +1,46 @@
+"""Golden losses: five steps on fixed bytes, eager fp32, one thread. One text file a scheme, under tests/golden.
+
+`make golden` writes them anew; a difference in the commit that does so is a change of the numbers, to be explained.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from normscale.config.schema import RunConfig
+from normscale.models.builder import build
+from normscale.schemes import scheme_names
+from normscale.train.engine import Engine
+from normscale.train.loop import Trainer
+from tests.probes.test_probes import Notes
+
+FOLDER = Path(__file__).parents[1] / "golden"
+TEXT = (b"How deep can a Transformer go before training breaks, and why? " * 40)[: 5 * 4 * 17]
+
+
+def losses(scheme: str) -> list[float]:
+    config = RunConfig(
+        model={"M": 3, "d": 32, "heads": 4, "context": 16, "scheme": scheme},
+        train={"steps": 5, "batch": 4, "optim": {"lr": 3e-3, "clip": 1.0}, "schedule": {"warmup_steps": 2}},
+    )
+    trainer = Trainer(Engine(build(config.model, 256, 0), config.precision, torch.device("cpu")), config, [])
+    rows = torch.tensor(list(TEXT)).view(5, 4, 17)
+    return [trainer.step([(batch[:, :-1], batch[:, 1:])], Notes()).loss for batch in rows]
+
+
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_losses_are_the_golden_ones(scheme: str) -> None:
+    got, path = losses(scheme), FOLDER / f"{scheme}.txt"
+    if os.environ.get("NORMSCALE_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"{loss:.9g}\n" for loss in got))
+    assert path.exists(), f"{path} is missing; `make golden` writes it"
+    np.testing.assert_allclose(got, np.loadtxt(path), rtol=1e-5)
+
+
+def test_golden_losses_tell_the_schemes_apart() -> None:
+    last = [round(losses(scheme)[-1], 4) for scheme in scheme_names()]
+    assert len(set(last)) == len(last)
