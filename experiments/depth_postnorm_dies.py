@@ -3,7 +3,9 @@
 Where the numbers come from: DeepNet's vanilla Post-LN trains at 6L-6L (30 sublayers) and diverges at 18L-18L (90) in
 Table 1; in Figure 6 it has almost no BLEU at 10L-10L (50) and none at 20L-20L (100). A decoder-only block has two
 sublayers, so 24 blocks (48) stand where Figure 6 breaks, and 48 blocks (96) where Table 1 diverges. The expectation
-starts at 24 blocks. The warm-up is part of the protocol since every published DeepNorm run had one.
+starts at 24 blocks. Below, the source leaves it open: 12 blocks (24) are shown and not judged. The warm-up is part of
+the protocol since every published DeepNorm run had one. The number of steps was chosen by what a pilot cost, and so
+that DeepNorm is well below the unigram entropy by then.
 """
 
 from normscale.claims.claim import Claim, Dies, Profile, Trains
@@ -63,12 +65,12 @@ CLAIM = Claim(
         ),
         "cpu": Profile(
             main={
-                "post": {2: 3, 6: 3, 12: 3, 24: 3, 48: 2, 100: 1},
-                "post-nowarmup": {2: 2, 12: 1, 24: 2},
+                "post": {2: 3, 6: 3, 12: 3, 24: 3, 48: 2},
+                "post-nowarmup": {2: 2, 6: 1, 12: 1, 24: 2},
                 "deepnorm": {2: 1, 6: 1, 12: 1, 24: 2, 48: 2, 100: 1},
                 "pre": {2: 1, 12: 1, 48: 1},
             },
-            low_lr={"post": {24: 1, 48: 1, 100: 1}, "post-nowarmup": {24: 1}},
+            low_lr={"post": {24: 1, 48: 1}, "post-nowarmup": {24: 1}},
             long={"post": {24: 1}},
         ),
         "gpu": Profile(
@@ -97,7 +99,6 @@ CLAIM = Claim(
         "post L2 gap": "trains at 6L-6L (30 sublayers): 28.1 BLEU (Table 1)",
         "post L24 gap": "about 4 BLEU at 10L-10L, 50 sublayers (Figure 6)",
         "post L48 gap": "diverged at 18L-18L, 90 sublayers (Table 1)",
-        "post L100 gap": "diverged at 50L-50L, 250 sublayers (Table 1)",
         "deepnorm L24 gap": "29.8 BLEU at 10L-10L (Figure 6)",
         "deepnorm L48 gap": "28.8 BLEU at 18L-18L (Table 1)",
         "deepnorm L100 gap": "29.0 BLEU at 50L-50L (Table 1)",
@@ -107,6 +108,6 @@ CLAIM = Claim(
         "language modelling on bytes with a decoder-only model; the paper translates with encoder and decoder",
         "120 steps of 512 tokens; the paper trains for 100 000 steps of 128 x 4096 tokens (8 000 of 4 000 in Figure 6)",
         "width 64 instead of 512, fp32 instead of fp16, no dropout, no label smoothing",
-        "one long and a few low learning-rate runs stand for a full search of the learning rate",
+        "runs at a 3x lower learning rate, and one over 5x the steps, stand for a search of the learning rate",
     ),
 )

@@ -20,7 +20,7 @@ Settings = Mapping[str, Any]
 Grid = Mapping[str, Mapping[int, int]]
 """{arm: {blocks: number of seeds}}; the seeds of a cell are 0, 1, 2, ..."""
 
-LOW_LR = 3.0  # a dying arm is tried again at a learning rate lower by this
+LOW_LR = 3  # a dying arm is tried again at a learning rate lower by this, over as many times the steps: as far a way
 LONG = 5  # ... and, for one cell of a claim, over this many times the steps
 SUFFIX: dict[Role, str] = {"main": "", "control": "", "low-lr": " lr/3", "long": " x5 steps"}
 
@@ -38,8 +38,8 @@ class Trains:
 class Dies:
     """The arm is stuck or diverges at every depth from `at_least` on, in every seed, while an arm of `beside` trains.
 
-    A death counts only when it lasts at a 3x lower learning rate and, where the profile has long cells for the arm,
-    over 5x more steps.
+    A death counts only when it lasts at a 3x lower learning rate (over 3x the steps, else a slow run passes for a dead
+    one) and, where the profile has long cells for the arm, over 5x more steps.
     """
 
     arm: str
@@ -140,9 +140,10 @@ class Claim:
         settings = {**self.base, **self.arms[arm], **scale.set, self.depth_key: depth, "seed": seed}
         if role == "low-lr":
             settings["train.optim.lr"] /= LOW_LR
-        if role == "long":
-            settings["train.steps"] *= LONG
-            settings["train.eval_every"] = settings.get("train.eval_every", 0) * LONG
+        if role in ("low-lr", "long"):
+            times = LOW_LR if role == "low-lr" else LONG
+            settings["train.steps"] *= times
+            settings["train.eval_every"] = settings.get("train.eval_every", 0) * times
         if role == "main" and any(control.arm == arm and depth in control.at for control in self.control):
             role = "control"
         return Cell(arm, depth, seed, settings["train.optim.lr"], role, settings)

@@ -48,7 +48,10 @@ def _gap(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     if not main:
         return None
     depths = sorted({result.cell.depth for result in main})
-    shown = _few(depths, 4)
+    compared = [
+        depth for depth in depths if len({result.cell.arm for result in main if result.cell.depth == depth}) > 1
+    ]
+    shown = _few(compared or depths, 4)
     figure = _new(11, 7.2)
     grid = figure.add_gridspec(2, len(shown), height_ratios=(1.7, 1))
     axes = figure.add_subplot(grid[0, :])
@@ -115,6 +118,7 @@ def _update(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     for column, (optimizer, slopes) in enumerate(panels.items()):
         axes = figure.add_subplot(1, len(panels), column + 1)
         depths: set[int] = set()
+        inks: set[str] = set()
         for expectation in slopes:
             own = [result for result in results if result.cell.arm == expectation.arm]
             # Over the learning rate: in the linear regime that is what arms with different rates have in common.
@@ -125,12 +129,14 @@ def _update(claim: Claim, results: Sequence[Result]) -> "Figure | None":
                 continue
             depths |= {depth for depth, _ in points}
             line, ink = fit(expectation, results), colour(claim, expectation.arm)
+            dashes = "--" if ink in inks else "-"  # a variant of an arm of the same scheme
+            inks.add(ink)
             label = claim.labels[expectation.arm].removesuffix(f" ({optimizer})")
             if line is not None:
                 if line.slope.lo is not None and line.slope.hi is not None:
                     label += f": slope {line.slope.value:.2f} (95 % {line.slope.lo:.2f}..{line.slope.hi:.2f})"
                 ends = np.array([min(depths), max(depths)], dtype=float)
-                axes.plot(ends, [line.at(x) / rate for x in ends], color=ink, lw=1.8, label=label)
+                axes.plot(ends, [line.at(x) / rate for x in ends], dashes, color=ink, lw=1.8, label=label)
             x, y = zip(*points, strict=True)
             axes.plot(x, y, "o", ms=5.5, mfc="none", mec=ink, mew=1.3, label=None if line else label)
         if not depths:
@@ -139,7 +145,7 @@ def _update(claim: Claim, results: Sequence[Result]) -> "Figure | None":
         axes.set_yscale("log")
         _depth_axis(axes, sorted(depths))
         low, high = axes.get_ylim()
-        axes.set_ylim(low / 1.3, high * 4)  # room for the legend
+        axes.set_ylim(low / 1.3, high * (high / low) ** 0.3)  # room for the legend
         axes.set_title(f"{optimizer}, after {slopes[0].step} steps", loc="left", fontsize=12)
         if column == 0:
             axes.set_ylabel("model update per token / learning rate")

@@ -23,7 +23,8 @@ th,td{padding:.3rem .6rem;border-bottom:1px solid #e4e4e4;vertical-align:top} td
 th.n{text-align:right} .badge{border-radius:4px;padding:.1rem .5rem;color:#fff;font-size:.8rem;white-space:nowrap}
 .supported{background:#1a7f37}.refuted{background:#b42318}.inconclusive{background:#9a6700}.not-run{background:#6e7781}
 .trained{color:#1a7f37}.stuck,.diverged{color:#b42318}.undecided{color:#9a6700}.missing{color:#6e7781}
-.wide{overflow-x:auto} code,pre{background:#f4f4f4;border-radius:4px;padding:.1rem .3rem;font-size:.9em}
+.expected td:last-child{width:45%} .wide{overflow-x:auto}
+code,pre{background:#f4f4f4;border-radius:4px;padding:.1rem .3rem;font-size:.9em}
 summary{cursor:pointer;margin:1rem 0 .4rem;font-weight:600}
 """
 
@@ -111,7 +112,7 @@ def _expectations(reported: "Reported") -> str:
         ]
         return "<ul>" + "".join(f"<li>{kind}{escape(text)}</li>" for text, kind in said) + "</ul>"
     rows = [_part(part, "") for part in judgement.parts] + [_part(part, "Control: ") for part in judgement.control]
-    return _table(["expectation", "verdict", "runs"], rows)
+    return f'<div class="expected">{_table(["expectation", "verdict", "runs"], rows)}</div>'
 
 
 def _part(part: Part, kind: str) -> list[str]:
@@ -197,7 +198,8 @@ def _reading() -> str:
         "<li><b>Unigram entropy</b>: the loss of a model that knows how often each byte occurs and nothing else, on "
         "the very text that the held-out loss is measured on. The gap is how far a run is below it.</li>"
         f"<li><b>Trained</b>: at least {TRAINED} nats below it. <b>Stuck</b>: less than {AT_UNIGRAM} nats below it and "
-        f"improving by less than {STANDSTILL} nats over the last third of the run. <b>Diverged</b>: not finite, or a "
+        f"improving by less than {STANDSTILL} nats over the last third of the run, or creeping towards it from above. "
+        "<b>Diverged</b>: not finite, or a "
         f"training loss that ends {SPIKE} nats or more above an earlier level. <b>Undecided</b>: none of these.</li>"
         "<li>A run that was lost with its machine is <b>missing</b>, which is no measurement.</li>"
         "<li>Intervals are 95 % by Student's t: over seeds for means, over all depths and seeds for slopes.</li></ul>"

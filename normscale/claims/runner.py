@@ -66,10 +66,14 @@ def run_claims(
     runs, reports = runs.absolute(), reports.absolute()
     if workers is not None and workers < 1:
         raise BadInput(f"--workers: {workers} cannot train anything; give 1 or more")
+    configs = [
+        (claim, [(cell, run_config(claim, cell, str(runs), uri)) for cell in claim.cells(profile)]) for claim in claims
+    ]
     writable(reports)
+    print(f"{', '.join(claim.id for claim in claims)}: profile {profile}", flush=True)
     with _devices(profile), _sigterm():
         with _Sink(runs, uri) as sink:
-            plans, jobs = _train(claims, profile, runs, uri, workers)
+            plans, jobs = _train(configs, profile, runs, workers)
             written = write_report(runs, listed, {claim.id: profile for claim in claims}, reports)
             for plan in plans:
                 _note(plan, profile, runs, written)
@@ -83,14 +87,11 @@ def run_claims(
 
 
 def _train(
-    claims: Sequence[Claim], profile: ProfileName, runs: Path, uri: str | None, workers: int | None
+    configs: Sequence[tuple[Claim, list[tuple[Cell, RunConfig]]]], profile: ProfileName, runs: Path, workers: int | None
 ) -> tuple[list[Plan], list[Job]]:
     """Brings every run of the claims to its end, as far as it has one."""
-    cells = [(claim, claim.cells(profile)) for claim in claims]
-    configs = [(claim, [(cell, run_config(claim, cell, str(runs), uri)) for cell in own]) for claim, own in cells]
-    print(f"{', '.join(claim.id for claim in claims)}: profile {profile}", flush=True)
     # One GPU is shared by few processes: each holds its own context.
-    size = min(workers or (cores() if profile != "gpu" else 1), sum(len(own) for _, own in cells))
+    size = min(workers or (cores() if profile != "gpu" else 1), sum(len(own) for _, own in configs))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
         plans = [_plan(claim, own) for claim, own in configs]
         jobs, done = _jobs(plans, runs)
@@ -145,7 +146,7 @@ def _trial(pool: Pool, jobs: Sequence[Job]) -> Cost:
                 "train.steps": TRIAL_STEPS,
                 "train.eval_batches": 1,
             }
-            settings |= {"train.schedule.warmup_steps": 0, "train.eval_every": 0, "probes.update.steps": ()}
+            settings |= {"train.schedule.warmup_steps": 0, "train.eval_every": 0, "probes.update": {}}
             config = revise(jobs[0].config, {**settings, "tracking.runs": folder, "tracking.uri": None})
             trials.append(Job("", f"trial {layers}", config))
         pool.run(trials)

@@ -22,7 +22,10 @@ AT_UNIGRAM = 0.1
 """Half of that: what a few thousand held-out bytes can differ in from the whole split without any learning."""
 
 STANDSTILL = 0.02
-"""A run at the unigram entropy is stuck when it improves by less than this over the last third of its steps."""
+"""A run at the unigram entropy is stuck when it improves by less than this over the last third of its steps.
+
+One that is still above it and creeps towards it improves by a little more without learning anything but frequencies. It
+is stuck, too, when as many steps again at that rate, which in truth falls, would leave it within `AT_UNIGRAM`."""
 
 SPIKE = 0.5
 """A training loss that ends this far above its lowest earlier level has spiked and not come back. Means over a sixth
@@ -73,10 +76,11 @@ def state_of(record: RunRecord | None) -> State:
     if gap >= TRAINED - _ROUNDING:
         return State("trained", f"{gap:.2f} nats below the unigram entropy", loss, gap, improved)
     moving = "an unknown amount" if improved is None else f"{improved:.3f} nats"
-    where = f"{gap:+.3f} nats below the unigram entropy, improving by {moving} over the last third"
-    if gap < AT_UNIGRAM and improved is not None and improved < STANDSTILL - _ROUNDING:
-        return State("stuck", where, loss, gap, improved)
-    return State("undecided", where, loss, gap, improved)
+    side = "below" if gap >= 0 else "above"
+    where = f"{abs(gap):.3f} nats {side} the unigram entropy, improving by {moving} over the last third"
+    still = improved is not None and gap < AT_UNIGRAM and improved < STANDSTILL - _ROUNDING
+    creeps = improved is not None and -AT_UNIGRAM < gap < 0 and gap + 3 * improved < AT_UNIGRAM - _ROUNDING
+    return State("stuck" if still or creeps else "undecided", where, loss, gap, improved)
 
 
 def drop_over_last_third(series: Series) -> float | None:

@@ -17,7 +17,7 @@ from normscale.claims.fit import Estimate, Line, mean, power_law
 from normscale.claims.state import State, state_of
 from normscale.tracking.spool import RunRecord
 
-ROLES = {"low-lr": ", 3x lower learning rate", "long": ", 5x more steps"}
+ROLES = {"low-lr": ", 3x lower learning rate over 3x the steps", "long": ", 5x more steps"}
 
 
 @dataclass(frozen=True)

@@ -161,10 +161,11 @@ class Pool:
         code = worker.process.exitcode
         worker.pipe.close()
         self._workers[self._workers.index(worker)] = self._start()
-        job.deaths += 1
+        job.deaths, job.share = job.deaths + 1, 0.0
         job.note = f"its worker died (exit status {code})"
         if job.deaths < 2:
             waiting.append(job)
+            waiting.sort(key=lambda job: -job.cost)
             return False
         job.outcome = "lost"
         return True

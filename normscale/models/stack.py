@@ -58,6 +58,19 @@ class Decoder(nn.Module):
         """Returns all sublayers in the order they run."""
         return [sublayer for block in self.blocks for sublayer in cast(Block, block)]
 
+    def site_parameters(self) -> list[list[str]]:
+        """Returns, for every site, the names of its sublayer's parameters (branch and what the scheme owns there)."""
+        index = {id(sublayer): i for i, sublayer in enumerate(self.sublayers())}
+        groups: list[list[str]] = [[] for _ in index]
+        for prefix, module in self.named_modules():
+            if id(module) in index:
+                groups[index[id(module)]] = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+        return groups
+
+    def site_of(self, parameter: str | None) -> int:
+        """Returns the index of the site a parameter belongs to; -1 for none, or for one of the ends."""
+        return next((i for i, names in enumerate(self.site_parameters()) if parameter in names), -1)
+
     @property
     def stream_count(self) -> int:
         """The number of tensors the scheme's stream is made of."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from normscale.config.schema import Section
+from normscale.config.schema import Flag, Section
 from normscale.norms.norm import Norm, register
 from normscale.ops.norm import layernorm
 
@@ -16,14 +16,15 @@ class LayerNorm(Norm):
     """
 
     class Options(Section):
-        bias: bool = True
+        gain: Flag = True  # false: gamma is 1 and not trained
+        bias: Flag = True  # false: the bias is 0 and not trained
 
-    gamma: Tensor
+    gamma: Tensor | None
     bias: Tensor | None
 
     def __init__(self, width: int, eps: float, options: Options) -> None:
         super().__init__(width, eps, options)
-        self.gamma = nn.Parameter(torch.ones(width))
+        self.gamma = nn.Parameter(torch.ones(width)) if options.gain else None
         self.bias = nn.Parameter(torch.zeros(width)) if options.bias else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from normscale.config.schema import Flag, Section
 from normscale.norms.norm import Norm, register
 from normscale.ops.norm import rmsnorm
 
@@ -14,11 +15,14 @@ class RMSNorm(Norm):
     Reference: Zhang and Sennrich 2019, arXiv:1910.07467, Eq. 4.
     """
 
-    gamma: Tensor
+    class Options(Section):
+        gain: Flag = True  # false: gamma is 1 and not trained
 
-    def __init__(self, width: int, eps: float, options: Norm.Options) -> None:
+    gamma: Tensor | None
+
+    def __init__(self, width: int, eps: float, options: Options) -> None:
         super().__init__(width, eps, options)
-        self.gamma = nn.Parameter(torch.ones(width))
+        self.gamma = nn.Parameter(torch.ones(width)) if options.gain else None
 
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.gamma, self.current_eps())

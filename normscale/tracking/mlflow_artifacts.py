@@ -50,8 +50,6 @@ def upload_run(client: "MlflowClient", run: str, record: RunRecord) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "record.txt").write_text(render(record), encoding="utf-8")
-        if (record.run_dir / "config.yaml").is_file():
-            shutil.copy(record.run_dir / "config.yaml", folder / "config.yaml")
         if record.profiles:
             (folder / "profiles").mkdir()
             arrays: dict[str, Any] = {"rows": np.array(record.start.get("rows") or [], dtype=np.str_)}
@@ -69,8 +67,7 @@ def upload_run(client: "MlflowClient", run: str, record: RunRecord) -> None:
 
                 Image.fromarray(picture).save(place / "profile.png")
         client.log_artifacts(run, str(folder))
-    if not (record.run_dir / "config.yaml").is_file() and record.start.get("config"):
-        client.log_dict(run, record.start["config"], "config.yaml")
+    _upload_config(client, run, record)
 
 
 def spans(records: Sequence[RunRecord]) -> Spans:
@@ -121,8 +118,10 @@ def profile_steps(steps: Sequence[int], data: Any) -> dict[int, int]:
     return chosen
 
 
-def upload_claim(client: "MlflowClient", run: str, manifest: Manifest, rows: list[dict[str, Any]], runs: Path) -> None:
-    """Writes the files of a claim: verdict, figures, report, and the table of its cells twice (UI table, CSV)."""
+def upload_claim(
+    client: "MlflowClient", run: str, manifest: Manifest, rows: list[dict[str, Any]], runs: Path, base: RunRecord | None
+) -> None:
+    """Writes the files of a claim: verdict, figures, report, its cells as a table twice (UI, CSV), `base`'s config."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("tables", "data", "figures"):
@@ -144,11 +143,20 @@ def upload_claim(client: "MlflowClient", run: str, manifest: Manifest, rows: lis
         if manifest.report and (source := locate(manifest.report, runs)) is not None:
             shutil.copy(source, folder / "report.html")
         client.log_artifacts(run, str(folder))
+    if base is not None:
+        _upload_config(client, run, base)
 
 
 def locate(path: str, runs: Path) -> Path | None:
     """Returns a figure's or report's file: as written, or from the folder of all runs; None when it is not there."""
     return next((place for place in (Path(path), runs / path) if place.is_file()), None)
+
+
+def _upload_config(client: "MlflowClient", run: str, record: RunRecord) -> None:
+    if (record.run_dir / "config.yaml").is_file():
+        client.log_artifact(run, str(record.run_dir / "config.yaml"))
+    elif record.start.get("config"):
+        client.log_dict(run, record.start["config"], "config.yaml")
 
 
 def _json_number(value: Any) -> Any:

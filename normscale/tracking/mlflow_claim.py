@@ -134,6 +134,11 @@ class _Claim:
         end = max((last_time(record) or 0 for record in self.records.values()), default=0) or None
         store.set_status(f"{self.what}, status", self.parent, "FINISHED", end)
 
+    def base(self) -> RunRecord | None:
+        """Returns the record whose configuration stands for the claim: the first main run that is there."""
+        main = [cell.run for cell in self.manifest.cells if cell.role == "main" and cell.run in self.records]
+        return self.records[main[0]] if main else None
+
     def send_files(self) -> None:
         """Uploads verdict, figures, report and tables when one of them has changed, and remembers the links."""
         store, manifest = self.store, self.manifest
@@ -145,7 +150,7 @@ class _Claim:
         mark: str | None = stamp(LAYOUT, replace(manifest, t=0), self.words, self.children, stamps)
         if old.get("run") != self.id or old.get("mark") != mark:
             rows = _table(manifest, self.records, self.words)
-            upload = partial(artifacts.upload_claim, store.client, self.id, manifest, rows, self.runs)
+            upload = partial(artifacts.upload_claim, store.client, self.id, manifest, rows, self.runs, self.base())
             if not store.attempt(f"{self.what}, files", upload):
                 mark = None
         events = [
@@ -188,15 +193,12 @@ def _table(manifest: Manifest, records: Mapping[str, RunRecord], words: Mapping[
     rows = []
     for cell in manifest.cells:
         summary = records[cell.run].summary if cell.run in records else {}
-        row = {
-            "cell": cell.cell,
-            "arm": cell.arm,
-            "depth": cell.depth,
+        row: dict[str, Any] = {
+            "cell": layout.cell_tag(cell),
             "seed": cell.seed,
-            "lr": cell.lr,
-            "role": cell.role,
+            "outcome": words.get(cell.run, "not run"),
         }
-        row |= {"outcome": words.get(cell.run, "not run")}
         row |= {key: summary.get(key) for key in ("gap", "loss_val", "grad_slope", "grad_min_end", "bad_step", "steps")}
+        row |= {"arm": cell.arm, "depth": cell.depth, "lr": cell.lr, "role": cell.role}
         rows.append(row | {"seconds": summary.get("seconds"), "run": cell.run})
     return rows

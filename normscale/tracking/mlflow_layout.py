@@ -55,10 +55,7 @@ def child_names(manifest: Manifest) -> dict[str, str]:
     names: dict[str, str] = {}
     for run in manifest.runs:
         cell = manifest.cell_of(run)
-        name = cell.name or f"{cell.cell} s{cell.seed}"
-        extra = {"low-lr": f"lr{short_lr(cell.lr)}", "long": "long"}.get(cell.role, "")
-        if extra and extra not in name:
-            name += f" {extra}"
+        name = _with_role(cell.name or f"{cell.cell} s{cell.seed}", cell)
         if name in names.values() and "lr" not in name:
             name += f" lr{short_lr(cell.lr)}"
         base, count = name, 2
@@ -66,6 +63,16 @@ def child_names(manifest: Manifest) -> dict[str, str]:
             name, count = f"{base} ({count})", count + 1
         names[run] = name
     return names
+
+
+def cell_tag(cell: Cell) -> str:
+    """Returns what groups the seeds of one arm, depth and role."""
+    return _with_role(cell.cell, cell)
+
+
+def _with_role(name: str, cell: Cell) -> str:
+    extra = {"low-lr": f"lr{short_lr(cell.lr)}", "long": "long"}.get(cell.role, "")
+    return name if extra in name else f"{name} {extra}"
 
 
 def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:

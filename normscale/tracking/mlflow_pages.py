@@ -161,7 +161,7 @@ def event_page(record: RunRecord, event: Mapping[str, Any]) -> str:
     ]
     lists = {key: value for key, value in event.items() if isinstance(value, list | dict)}
     for key, value in event.items():
-        if key not in ("kind", "event") and key not in lists:
+        if key not in ("kind", "event", "t") and key not in lists:
             lines.append(f"| {_c(key)} | {_c(number(value) if isinstance(value, int | float) else value)} |")
     for key, value in lists.items():
         lines += ["", f"{key}:", ""]

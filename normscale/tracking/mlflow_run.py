@@ -87,7 +87,7 @@ def run_tags(
     if manifest is not None:
         cell = manifest.cell_of(record.run_id)
         tags |= {"normscale.kind": "arm", "normscale.claim": manifest.id, "normscale.profile": manifest.profile}
-        tags |= {"normscale.key": manifest.key, "arm": cell.arm, "cell": cell.cell, "role": cell.role}
+        tags |= {"normscale.key": manifest.key, "arm": cell.arm, "cell": layout.cell_tag(cell), "role": cell.role}
     return {key: value for key, value in tags.items() if value}
 
 

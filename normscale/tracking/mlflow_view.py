@@ -57,7 +57,11 @@ def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
             {"uuid": f"s{number}", "name": name, "display": True, "isReordered": False, **same}
             for number, name in enumerate(sections)
         ],
-        "compareRunCharts": [{"uuid": f"c{number}", **chart, **same} for number, chart in enumerate(charts)],
+        "compareRunCharts": [
+            {"uuid": f"c{number}", **chart, **same}
+            for number, chart in enumerate(charts)
+            if not (by_cell and chart["type"] == "IMAGE")  # a group has no images
+        ],
         "groupBy": {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "cell"}]}
         if by_cell
         else None,

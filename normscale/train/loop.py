@@ -163,7 +163,8 @@ class Trainer:
             "nonfinite",
             loss=loss,
             grad_norm=norm,
-            kind=_kind(loss, faults),
+            fault=_fault(loss, faults),
+            layer=self.engine.inner.site_of(faults[0].parameter) if faults else -1,
             parameters=[
                 {"name": f.parameter, "kind": f.kind, "nan": f.nan, "pos_inf": f.pos_inf, "neg_inf": f.neg_inf}
                 for f in faults[:20]
@@ -180,7 +181,7 @@ def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def _kind(loss: float, faults: Sequence[Fault]) -> str:
+def _fault(loss: float, faults: Sequence[Fault]) -> str:
     if faults:
         return faults[0].kind
     return "loss" if not math.isfinite(loss) else "norm overflow: every gradient entry is finite, their squares are not"

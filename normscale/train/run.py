@@ -18,7 +18,7 @@ from normscale.config.load import dump
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, held_out_batches, unigram_of
 from normscale.data.corpus import Corpus, packed
-from normscale.errors import NonFiniteStop, NormscaleError, StoreError
+from normscale.errors import NonFiniteStop, NormscaleError, RunFailed, StoreError
 from normscale.models.attention import attention_backend
 from normscale.models.builder import build
 from normscale.models.projection import Projection
@@ -85,6 +85,10 @@ def run(config: RunConfig, *, fresh: bool = False, on_step: OnStep | None = None
         raise
     except NormscaleError as error:
         code = error.exit_code
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise RunFailed(_compiler_failed(error)) from error
         raise
     finally:
         recorder.end(outcome, code, summary)
@@ -183,7 +187,7 @@ class _Session:
             "grad_slope": math.nan if gradient is None else depth_slope(gradient),
             "grad_min_end": math.nan if gradient is None else float(gradient.min()),
             "bad_step": bad_step,
-            "bad_layer": _site_of(self.engine.inner, bad_parameter),
+            "bad_layer": self.engine.inner.site_of(bad_parameter),
             "bad_parameter": bad_parameter or "",
             "spike": trainer.spikes.score,
             "skipped": trainer.attempted - trainer.applied,
@@ -196,6 +200,14 @@ class _Session:
         }
 
 
+def _compiler_failed(error: Exception) -> str:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"model.compile: the compiler failed ({reason[:200]}); it needs a C++ compiler and Python's headers; "
+        "install them, or set model.compile=false"
+    )
+
+
 class _Silent:
     """The recorder of every rank but the first."""
 
@@ -206,7 +218,7 @@ class _Silent:
 def subject_of(engine: Engine) -> Subject:
     """Returns what the probes may look at of a model on its engine."""
     model = engine.inner
-    groups = site_parameters(model)
+    groups = model.site_parameters()
 
     def features(tokens: Tensor) -> Tensor:
         with engine.aside() as quiet:
@@ -220,16 +232,6 @@ def subject_of(engine: Engine) -> Subject:
         features=features,
         gradient_squares=lambda: engine.flat.squares(groups),
     )
-
-
-def site_parameters(model: Decoder) -> list[list[str]]:
-    """Returns, for every site, the names of its sublayer's parameters (branch and what the scheme owns there)."""
-    index = {id(sublayer): i for i, sublayer in enumerate(model.sublayers())}
-    groups: list[list[str]] = [[] for _ in index]
-    for prefix, module in model.named_modules():
-        if id(module) in index:
-            groups[index[id(module)]] = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
-    return groups
 
 
 def precision_seen(engine: Engine, tokens: Tensor) -> dict[str, str]:
@@ -298,14 +300,6 @@ def _leave_status(run_dir: Path, outcome: Outcome, code: int) -> None:
         write_whole(run_dir / f"rank{rank}.status", json.dumps({"exit_code": code, "outcome": outcome}))
     except OSError:
         pass  # the exit code itself still tells
-
-
-def _site_of(model: Decoder, parameter: str | None) -> int:
-    """Returns the site a parameter belongs to; -1 for none, or for one of the ends."""
-    for i, names in enumerate(site_parameters(model)):
-        if parameter in names:
-            return i
-    return -1
 
 
 def _compiled_graphs() -> int:

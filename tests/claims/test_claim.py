@@ -5,21 +5,21 @@ from normscale.errors import BadInput
 
 
 def claim(**changes: object) -> Claim:
-    fields = dict(
-        id="a-claim",
-        says="A trains.",
-        source="a paper",
-        family="depth",
-        base={"train.optim.lr": 3e-3, "train.steps": 20, "train.eval_every": 5, "model.N": 0},
-        arms={"a": {"model.scheme": "post"}, "b": {"model.scheme": "pre", "train.optim.lr": 6e-3}},
-        labels={"a": "A", "b": "B"},
-        profiles={"cpu": Profile({"a": {2: 2, 12: 1}, "b": {12: 1}}, {"b": {12: 1}}, {"a": {12: 1}})},
-        control=(Trains("a", at=(2,)),),
-        expect=(Trains("a", at_least=12),),
-        figure="gap",
-        how="",
-        differs=(),
-    )
+    fields = {
+        "id": "a-claim",
+        "says": "A trains.",
+        "source": "a paper",
+        "family": "depth",
+        "base": {"train.optim.lr": 3e-3, "train.steps": 20, "train.eval_every": 5, "model.N": 0},
+        "arms": {"a": {"model.scheme": "post"}, "b": {"model.scheme": "pre", "train.optim.lr": 6e-3}},
+        "labels": {"a": "A", "b": "B"},
+        "profiles": {"cpu": Profile({"a": {2: 2, 12: 1}, "b": {12: 1}}, {"b": {12: 1}}, {"a": {12: 1}})},
+        "control": (Trains("a", at=(2,)),),
+        "expect": (Trains("a", at_least=12),),
+        "figure": "gap",
+        "how": "",
+        "differs": (),
+    }
     return Claim(**{**fields, **changes})  # type: ignore[arg-type]
 
 
@@ -40,7 +40,8 @@ def test_the_settings_of_arm_role_and_profile_reach_the_configuration() -> None:
     main, low, long = (run_config(made, cell, "somewhere", None) for cell in made.cells("cpu"))
     assert (main.model.M, main.model.scheme, main.train.batch, main.tracking.runs) == (12, "pre", 4, "somewhere")
     assert (main.train.optim.lr, low.train.optim.lr, long.train.optim.lr) == (6e-3, pytest.approx(2e-3), 6e-3)
-    assert (low.train.steps, long.train.steps, long.train.eval_every) == (20, 100, 25)
+    assert (low.train.steps, low.train.eval_every) == (60, 15)
+    assert (long.train.steps, long.train.eval_every) == (100, 25)
 
 
 def test_the_name_of_a_run_is_no_part_of_its_numbers() -> None:

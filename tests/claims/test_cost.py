@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from normscale.claims.cost import START_S, Cost, fitted, from_finished, steps_of
+from normscale.claims.cost import BUILD_S, START_S, Cost, fitted, from_finished, steps_of
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from tests.claims.synthetic import record, write
@@ -15,7 +15,7 @@ def config(layers: int, **changes: object) -> RunConfig:
 def test_a_cost_is_linear_in_steps_and_layers() -> None:
     cost = Cost(0.01, 0.002)
     deeper = cost.of(config(20)) - cost.of(config(10))
-    assert deeper == pytest.approx(steps_of(config(10)) * 10 * 0.002)
+    assert deeper == pytest.approx(steps_of(config(10)) * 10 * 0.002 + 10 * BUILD_S)
     longer = cost.of(config(10, **{"train.steps": 200})) - cost.of(config(10))
     assert longer == pytest.approx(100 * 0.03)
 
@@ -38,7 +38,7 @@ def test_finished_runs_of_this_machine_are_the_estimate(tmp_path: Path, monkeypa
     for layers in (2, 12, 48):
         made, own = record(), config(layers)
         assert made.end is not None
-        made.end["summary"]["seconds"] = (cost.of(own) - START_S) or 0.0
+        made.end["summary"]["seconds"] = cost.of(own) - START_S - BUILD_S * layers
         write(tmp_path, f"run-{layers}", made, own.model_dump(mode="json"))
     found = from_finished(tmp_path)
     assert found is not None

@@ -46,5 +46,5 @@ def test_claims_are_chosen_by_id_or_as_core() -> None:
     claims = list_claims(ROOT / "experiments")
     assert select(["core"], claims) == [claim for claim in claims if claim.core]
     assert [claim.id for claim in select(["update-bounded", "update-bounded"], claims)] == ["update-bounded"]
-    with pytest.raises(BadInput, match="'update-bound': .* did you mean 'update-bounded'"):
+    with pytest.raises(BadInput, match=r"'update-bound': .* did you mean 'update-bounded'"):
         select(["update-bound"], claims)

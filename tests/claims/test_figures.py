@@ -10,7 +10,8 @@ from normscale.claims.discover import list_claims
 from normscale.tracking.spool import RunRecord
 from tests.claims.synthetic import by_depth, by_slope, record, results
 
-SLOPES = {"post-sgd": 1.05, "post-adam": 1.26, "deepnorm-sgd": 0.03, "deepnorm-adam": 0.51}
+THEORY = {"post-sgd": 1.05, "post-adam": 1.26, "weights-sgd": 0.03, "weights-adam": 0.51}
+SLOPES = {**THEORY, "deepnorm-sgd": 0.03, "deepnorm-adam": 0.51}
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS: dict[str, Claim] = {claim.id: claim for claim in list_claims(ROOT / "experiments")}
 DEPTH, UPDATE = CLAIMS["depth-postnorm-dies"], CLAIMS["update-bounded"]
@@ -39,7 +40,7 @@ def test_the_depth_figure_shows_every_seed_of_every_arm(tmp_path: Path, drawn: l
     points = [line for line in axes.get_lines() if line.get_marker() not in ("", "None")]
     assert len(points) == len(main)
     assert {line.get_color() for line in axes.get_lines() if line.get_label() == "Post-Norm"} == {"#d62728"}
-    assert [axis.get_title() for axis in losses] == ["2 blocks", "12 blocks", "24 blocks", "100 blocks"]
+    assert [axis.get_title() for axis in losses] == ["2 blocks", "6 blocks", "24 blocks", "48 blocks"]
     at_two = [result for result in main if result.cell.depth == 2]
     assert len(losses[0].get_lines()) == 2 * len(at_two)  # a curve and the unigram entropy for each run
 
@@ -61,10 +62,12 @@ def test_the_update_figure_says_the_slopes_panel_by_panel(tmp_path: Path, drawn:
     assert [line.split(" (")[0] for line in told["SGD, after 10 steps"]] == [
         "Post-Norm: slope 1.05",
         "DeepNorm: slope 0.03",
+        "DeepNorm, weights only: slope 0.03",
     ]
     assert [line.split(" (")[0] for line in told["Adam, after 10 steps"]] == [
         "Post-Norm: slope 1.26",
         "DeepNorm: slope 0.51",
+        "DeepNorm, weights only: slope 0.51",
     ]
 
 

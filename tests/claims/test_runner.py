@@ -44,6 +44,7 @@ def run(*ids: str, profile: Any = "cpu", workers: int | None = 1) -> int:
     return run_claims(ids, profile, runs=Path("runs"), uri=None, workers=workers)
 
 
+@pytest.mark.slow
 def test_claims_are_run_judged_and_reported_and_a_second_start_does_nothing(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,12 @@ from tests.claims.synthetic import UNIGRAM, record, series
         (0.0, 0.02, "undecided"),  # exactly 0.02 is not less than 0.02
         (0.0, 0.0199, "stuck"),
         (-0.4, 0.3, "undecided"),  # still learning
+        (-0.04, 0.025, "stuck"),  # creeping towards the unigram entropy: as much again, three times, ends at 0.035
+        (-0.01, 0.0366, "stuck"),
+        (-0.01, 0.0367, "undecided"),
+        (-0.1, 0.03, "undecided"),  # not there yet
+        (-0.05, 0.6, "undecided"),  # on its way past
+        (0.001, 0.025, "undecided"),  # below it, everything counts
         (0.0, -0.1, "stuck"),  # getting worse is not improving
     ],
 )

@@ -45,5 +45,10 @@ def test_layernorm_is_shift_invariant_and_rmsnorm_is_not() -> None:
     assert (make("rmsnorm")(x + 3) - make("rmsnorm")(x)).abs().max() > 0.1
 
 
-def test_layernorm_without_bias() -> None:
+def test_gain_and_bias_can_be_left_out() -> None:
     assert [name for name, _ in make("layernorm", bias=False).named_parameters()] == ["gamma"]
+    x = torch.randn(4, 8)
+    for name in norm_names():
+        bare = make(name, **dict.fromkeys(find_norm(name).Options.model_fields, False))
+        assert list(bare.parameters()) == []
+        torch.testing.assert_close(bare(x), make(name)(x))  # gain 1 and bias 0 is where a trained norm starts

@@ -39,6 +39,14 @@ def test_names_are_cell_and_seed_and_unique(runs):
     assert names["f"] == "L0012 post s0 lr2e-3 (2)"
 
 
+def test_seeds_are_grouped_within_one_role():
+    from dataclasses import replace
+
+    assert layout.cell_tag(_cell()) == "L0012 pre"
+    assert layout.cell_tag(replace(_cell(), role="low-lr", lr=3e-4)) == "L0012 pre lr3e-4"
+    assert layout.cell_tag(replace(_cell(), cell="L0012 pre long", role="long")) == "L0012 pre long"
+
+
 def test_parameters_come_in_the_order_people_sort_by(runs):
     record = read_run(runs / make_run(runs, "pre", 6))
     found = layout.params(record, 6)
@@ -186,7 +194,9 @@ def test_the_view_holds_this_claim_and_profile_only_and_unpacks(runs):
     assert len({chart["uuid"] for chart in state["compareRunCharts"]}) == len(state["compareRunCharts"])
     assert views.unpack(views.pack(state)) == state
     assert len(views.pack(state)) < 5000
-    assert views.view(manifest, by_cell=True)["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cell"}]
+    grouped = views.view(manifest, by_cell=True)
+    assert grouped["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cell"}]
+    assert "IMAGE" not in {chart["type"] for chart in grouped["compareRunCharts"]}
 
 
 def test_every_chart_shows_a_key_that_is_recorded(runs):

@@ -12,6 +12,7 @@ import pytest
 
 from normscale.tracking import record as records
 from normscale.tracking import sink_state
+from normscale.tracking.mlflow_requests import Store, SyncReport
 from normscale.tracking.mlflow_sink import follow, links, main, sync
 from normscale.tracking.mlflow_view import TAG, unpack
 from normscale.tracking.spool import SpoolWriter
@@ -107,8 +108,15 @@ def test_a_claim_is_one_parent_with_a_child_per_run(synced):
         "hi": 0.0302,
     }
     assert len(metrics) == 5
-    wanted = ["data/cells.csv", "figures/verdict.png", "report.html", "tables/cells.json", "verdict.json"]
-    assert [name for name in files(parent) if "config" not in name] == wanted
+    wanted = [
+        "config.yaml",
+        "data/cells.csv",
+        "figures/verdict.png",
+        "report.html",
+        "tables/cells.json",
+        "verdict.json",
+    ]
+    assert files(parent) == wanted
 
     tags = post.data.tags
     assert (tags["outcome"], tags["arm"], tags["cell"], tags["role"]) == ("plateau", "post", "L0012 post", "main")
@@ -173,18 +181,33 @@ def test_syncing_again_changes_nothing_with_and_without_memory(synced):
     assert last == first
 
 
-def test_a_memory_of_another_database_is_not_believed(runs, new_store):
-    run, uri = make_run(runs, steps=9), new_store()
+def test_a_memory_of_another_database_is_not_believed(runs, new_store, tmp_path):
+    run, uri, fresh = make_run(runs, steps=9), new_store(), new_store()
     sync(runs, uri)
-    path = Path(uri.removeprefix("sqlite:///"))
-    other = new_store()
-    shutil.copy(other.removeprefix("sqlite:///"), path.with_name("fresh.db"))
-    fresh = f"sqlite:///{path.with_name('fresh.db')}"
+    spool = (runs / run / "spool.jsonl").read_bytes()
+    half = tmp_path / "half" / run
+    half.mkdir(parents=True)
+    (half / "spool.jsonl").write_bytes(b"".join(spool.splitlines(keepends=True)[:5]))
+    sync(half.parent, fresh)  # the same run, half of it, under another id
     known = json.loads((runs / run / "sink.json").read_text())
     (runs / run / "sink.json").write_text(json.dumps({fresh: known[uri]}))
     assert sync(runs, fresh).points > 50
     (there,) = everything(fresh).values()
     assert len(history(fresh, there)["1-loss/train"]) == 10
+
+
+def test_a_store_that_looked_too_early_does_not_make_a_run_twice(new_store):
+    uri = new_store()
+    client = client_of(uri)
+    tags = {"normscale.kind": "run", "normscale.run": "r"}
+    first, second = Store(client, uri, SyncReport(uri)), Store(client, uri, SyncReport(uri))
+    place = first.experiment(None)
+    assert first.find(place, "", "r") is None
+    made = second.create(place, "name", 1, tags)
+    assert first.create(place, "name", 1, tags).info.run_id == made.info.run_id
+    client.create_run(place, start_time=2, tags=tags)  # a request that timed out, but was carried out
+    assert Store(client, uri, SyncReport(uri)).find(place, "", "r").info.run_id == made.info.run_id
+    assert len(client.search_runs([place])) == 1
 
 
 def test_a_growing_run_is_completed_and_its_status_follows(runs, new_store):
@@ -284,11 +307,13 @@ def test_spoilt_files_are_reported_and_the_rest_is_stored(runs, new_store):
     (runs / "odd" / "spool.jsonl").write_text('{"kind":"metrics","t":1,"attempt":1,"step":1}\n')
     (runs / "empty").mkdir()
     (runs / "empty" / "spool.jsonl").write_text("")
+    claimed = make_run(runs, "deepnorm", steps=2)
+    make_manifest(runs, [cell("odd"), cell(claimed, "deepnorm")])
     report = sync(runs, uri)
     assert len(report.failures) == 2
     assert "x-cpu.json: is not a claim manifest" in report.failures[0]
     assert "run odd" in report.failures[1]
-    assert good in {run.data.tags["normscale.run"] for run in everything(uri).values()}
+    assert {good, claimed} <= {run.data.tags.get("normscale.run") for run in everything(uri).values()}
 
 
 def test_two_sinks_at_once_make_one_run(runs, tmp_path, new_store):
@@ -323,10 +348,10 @@ def test_a_run_in_two_claims_is_a_child_of_each_and_in_none_stands_alone(runs, n
     assert any(name.startswith("images/3-grad~heat") for name in files(lone))
 
 
-def test_an_outer_run_becomes_the_parent_where_it_lives_in_this_store(runs, new_store):
+def test_an_outer_run_becomes_the_parent_where_it_lives_in_this_store(runs, new_store, tmp_path):
     uri = new_store()
     client = client_of(uri)
-    outer = client.create_run(client.create_experiment("mine"))
+    outer = client.create_run(client.create_experiment("mine", artifact_location=(tmp_path / "mine").as_uri()))
     inside = make_run(runs, "post", steps=2, outer_run=outer.info.run_id)
     elsewhere = make_run(runs, "pre", steps=2, outer_run="f" * 32)
     assert sync(runs, uri).ok

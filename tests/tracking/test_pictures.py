@@ -31,6 +31,12 @@ def test_one_bad_value_among_thousands_is_seen():
     assert share_of_magenta(profile(data[17], "x", (0.1, 10.0), 170)) > 0
 
 
+def test_a_bad_step_among_thousands_is_seen():
+    data = np.ones((3000, 4), dtype=np.float32)
+    data[1001] = np.nan
+    assert share_of_magenta(heat(list(range(3000)), data, "x", (0.1, 10.0))) > 0
+
+
 def test_colours_are_the_same_in_every_picture_and_depth_grows_upwards():
     low, high = np.full((2, 4), 1e-3, np.float32), np.full((2, 4), 1e1, np.float32)
     span = limits([low, high])

@@ -56,7 +56,6 @@ def test_the_sink_follows_at_low_priority_and_finishes_with_a_last_sync(runs, ne
     process = start_sink(runs, uri, seconds=0.2)
     until(lambda: stored(uri) == [first])
     assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
-    process.send_signal(0)
     second = make_run(runs, "pre", steps=2)
     assert finish_sink(process, 60) == 0
     assert stored(uri) == sorted([first, second])
@@ -99,14 +98,10 @@ def test_a_sink_that_is_too_slow_is_ended(tmp_path):
 def test_the_command_of_the_ui(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command, environment = ui_command("sqlite:///mlflow.db", None, 5123)
+    store, files = f"sqlite:///{tmp_path}/mlflow.db", f"{tmp_path}/mlartifacts"
     assert command == [
         *[sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "5123", "--workers", "1"],
-        *[
-            "--backend-store-uri",
-            f"sqlite:///{tmp_path}/mlflow.db",
-            "--artifacts-destination",
-            f"{tmp_path}/mlartifacts",
-        ],
+        *["--backend-store-uri", store, "--artifacts-destination", files],
     ]
     assert environment["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"

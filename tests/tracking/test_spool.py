@@ -92,7 +92,7 @@ from pathlib import Path
 from normscale.tracking.spool import SpoolWriter
 spool = SpoolWriter(Path(sys.argv[1]), 1)
 spool.start(run_id="killed")
-for step in range(1, 10**9):
+for step in range(1, 100_000):  # enough to be killed in the middle, and an end if nobody does
     spool.metrics(step, step, {"loss_train": float(step)})
     spool.profile(step, "grad_norm", [float(step)] * 50)
     if step == 20:

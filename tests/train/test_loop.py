@@ -89,7 +89,8 @@ def test_an_infinite_gradient_is_named_before_clipping_and_nothing_moves() -> No
     result = t.step(bad, notes)
     assert not result.applied
     event = notes.events[0]
-    assert event["kind"] == "+Inf"  # not the NaN that clipping would have made of it
+    assert event["fault"] == "+Inf"  # not the NaN that clipping would have made of it
+    assert event["layer"] == 3  # the feed-forward of block 1
     assert event["parameters"] == [
         {"name": "blocks.1.sublayers.ffn.branch.out.weight", "kind": "+Inf", "nan": 0, "pos_inf": 1, "neg_inf": 0}
     ]
@@ -103,7 +104,7 @@ def test_a_norm_that_overflows_is_told_from_a_bad_gradient() -> None:
     t, notes = trainer(), Notes()
     t.engine.inner.token.register_hook(lambda g: torch.full_like(g, 1e20))
     t.step(windows(1)[0], notes)
-    assert str(notes.events[0]["kind"]).startswith("norm overflow")
+    assert str(notes.events[0]["fault"]).startswith("norm overflow")
     assert notes.events[0]["parameters_bad"] == 0
 
 
