@@ -32,6 +32,7 @@ CLAIM = Claim(
         "model.d": 64,
         "model.heads": 4,
         "model.context": 64,
+        "model.positions": "learned",  # absolute, as in the paper
         "data.source": "embedded",
         "train.steps": STEP,
         "train.batch": 8,

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _store(run)
     run.set_defaults(call=_claim_run)
     report = claims.add_parser("report", help="write the report from stored records", allow_abbrev=False)
+    report.add_argument("--publish", action="store_true", help="also write compact records to experiments/results")
     _store(report)
     report.set_defaults(call=_claim_report)
 
@@ -216,9 +217,12 @@ def _claim_run(options: argparse.Namespace) -> int:
 
 
 def _claim_report(options: argparse.Namespace) -> int:
-    from normscale.claims.report import write_report
+    from normscale.claims.report import publish, write_report
 
-    print(write_report(options.runs))
+    written = write_report(options.runs)
+    print(written)
+    for path in publish(written) if options.publish else []:
+        print(f"published {path}")
     return 0
 
 

@@ -5,12 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-# Student's t, 97.5 % point, for 1 .. 30 degrees of freedom.
-_T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
-_T += [2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086]
-_T += [2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
-
+from scipy.stats import t as student_t
 
 @dataclass(frozen=True)
 class Estimate:
@@ -33,8 +28,8 @@ class Line:
 
 
 def t_quantile(dof: int) -> float:
-    """Returns the 97.5 % point of Student's t; above 30 degrees of freedom by its expansion around the normal's."""
-    return _T[dof - 1] if dof <= len(_T) else 1.95996 + 2.3722 / dof + 2.8225 / dof**2
+    """Returns the 97.5 % point of Student's t."""
+    return float(student_t.ppf(0.975, dof))
 
 
 def mean(values: Sequence[float]) -> Estimate:
