@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import t as student_t
 
+
 @dataclass(frozen=True)
 class Estimate:
     """A value with its 95 % interval; `lo` and `hi` are None where there are too few runs for one."""

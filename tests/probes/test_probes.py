@@ -83,9 +83,7 @@ def test_rows_are_those_of_the_branches_and_the_streams(scheme: str) -> None:
         np.testing.assert_allclose(
             notes.profiles[1, f"{name}_rms"], [float(x.square().mean().sqrt()) for x in both], rtol=1e-5
         )
-        np.testing.assert_allclose(
-            notes.profiles[1, f"{name}_absmax"], [float(x.abs().max()) for x in both], rtol=1e-6
-        )
+        np.testing.assert_allclose(notes.profiles[1, f"{name}_absmax"], [float(x.abs().max()) for x in both], rtol=1e-6)
         assert (notes.profiles[1, f"{name}_nonfinite"] == 0).all()
     assert notes.values[1]["stream_last"] == pytest.approx(notes.profiles[1, "stream_rms"][-1])
 

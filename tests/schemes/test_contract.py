@@ -204,7 +204,9 @@ def test_an_unknown_scheme_names_the_nearest() -> None:
 
 
 def test_an_extra_norm_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"scheme_options.pre_norm: makes no sense with scheme=deepnorm: .*scheme=pre"):
+    with pytest.raises(
+        ConfigError, match=r"scheme_options.pre_norm: makes no sense with scheme=deepnorm: .*scheme=pre"
+    ):
         resolve(ModelConfig(scheme="deepnorm", scheme_options={"pre_norm": True}))
 
 

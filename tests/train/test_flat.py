@@ -27,7 +27,7 @@ def test_values_and_gradients_are_views_and_the_module_is_unchanged() -> None:
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-    assert [name for name in flat.spans][:2] == ["0.weight", "2.weight"]
+    assert list(flat.spans)[:2] == ["0.weight", "2.weight"]
     assert flat.split == flat.spans["0.bias"][0]
 
 
