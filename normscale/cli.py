@@ -120,7 +120,7 @@ def _loaded(words: Sequence[str], command: str) -> "Loaded":
 
 def _train(options: argparse.Namespace) -> int:
     loaded = _loaded(options.words, "normscale train")
-    from normscale.models.builder import resolve
+    from normscale.models.plan import resolve
     from normscale.progress import Progress
     from normscale.train.run import run
 
@@ -130,11 +130,14 @@ def _train(options: argparse.Namespace) -> int:
         return _exit_code(run(loaded.config, fresh=options.fresh))
     tracking = loaded.config.tracking
     progress = Progress()
-    with _sink(Path(tracking.runs), tracking.uri):
-        try:
-            result = run(loaded.config, fresh=options.fresh, on_step=progress)
-        finally:
-            progress.end()
+    with contextlib.ExitStack() as stack:
+        stack.callback(progress.end)
+
+        def start_sink() -> None:  # not before the input has proved good: bad input must leave nothing behind
+            stack.enter_context(_sink(Path(tracking.runs), tracking.uri))
+
+        with loaded.sources.placed():
+            result = run(loaded.config, fresh=options.fresh, on_start=start_sink, on_step=progress)
     _say_result(result, tracking.uri)
     return _exit_code(result)
 
@@ -182,7 +185,8 @@ def _say_result(result: "RunResult", uri: str | None) -> None:
 def _check(options: argparse.Namespace) -> int:
     loaded = _loaded(options.words, "normscale check")
     from normscale.config.load import dump
-    from normscale.models.builder import build, resolve
+    from normscale.models.builder import build
+    from normscale.models.plan import resolve
 
     with loaded.sources.placed():
         plan = resolve(loaded.config.model)

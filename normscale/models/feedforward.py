@@ -39,6 +39,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
         up = self.up(x_BTD)
+        if "before_act" in self.slots:
+            up = self.slots["before_act"](up)
         if self.gated:
             gate, up = up.chunk(2, dim=-1)
             h_BTF = F.silu(gate) * up

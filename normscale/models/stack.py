@@ -1,7 +1,7 @@
 """The decoder-only language model: embeddings, a flat list of blocks, a head."""
 
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from normscale.models.attention import rotary_tables
 from normscale.models.block import Block, Sublayer
-from normscale.schemes.scheme import Depth, Own, Scheme, Site, Streams
+from normscale.models.plan import Plan
+from normscale.schemes.scheme import Own, Site, Streams
 
 
 class Decoder(nn.Module):
@@ -22,31 +23,20 @@ class Decoder(nn.Module):
     Shape: tokens [B, T] int64; result [B, T, V].
     """
 
-    def __init__(
-        self,
-        scheme: Scheme,
-        depth: Depth,
-        ends: Own,
-        blocks: list[Block],
-        vocab: int,
-        d: int,
-        context: int,
-        positions: Literal["rope", "learned"],
-        head_width: int,
-        tied: bool,
-        dropout: float,
-        checkpointing: bool,
-    ) -> None:
+    def __init__(self, plan: Plan, vocab: int, ends: Own, blocks: list[Block]) -> None:
         super().__init__()
-        self.scheme, self.depth, self.d, self.context = scheme, depth, d, context
-        self.checkpointing, self.structures = checkpointing, len({block.structure() for block in blocks})
-        self.token = nn.Parameter(torch.empty(vocab, d))
-        self.position = nn.Parameter(torch.empty(context, d)) if positions == "learned" else None
-        self.logits = None if tied else nn.Parameter(torch.empty(vocab, d))
+        config = plan.config
+        self.scheme, self.depth, self.d, self.context = plan.scheme, plan.depth, config.d, config.context
+        self.checkpointing = config.checkpointing
+        self.structures = len({block.structure() for block in blocks})
+        self.token = nn.Parameter(torch.empty(vocab, config.d))
+        learned = config.positions == "learned"
+        self.position = nn.Parameter(torch.empty(config.context, config.d)) if learned else None
+        self.logits = None if config.tied else nn.Parameter(torch.empty(vocab, config.d))
         self.ends = ends
         self.blocks = nn.ModuleList(blocks)
-        self.dropout = nn.Dropout(dropout)
-        tables = rotary_tables(context, head_width) if positions == "rope" else (None, None)
+        self.dropout = nn.Dropout(config.dropout)
+        tables = (None, None) if learned else rotary_tables(config.context, config.d // config.heads)
         self.register_buffer("rotary_cos", tables[0], persistent=False)
         self.register_buffer("rotary_sin", tables[1], persistent=False)
 
@@ -58,14 +48,15 @@ class Decoder(nn.Module):
         """Returns all sublayers in the order they run."""
         return [sublayer for block in self.blocks for sublayer in cast(Block, block)]
 
+    def named_sublayers(self) -> list[tuple[str, Sublayer]]:
+        """Returns all sublayers with the names of their modules, in the order they run."""
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, Sublayer)]
+
     def site_parameters(self) -> list[list[str]]:
         """Returns, for every site, the names of its sublayer's parameters (branch and what the scheme owns there)."""
-        index = {id(sublayer): i for i, sublayer in enumerate(self.sublayers())}
-        groups: list[list[str]] = [[] for _ in index]
-        for prefix, module in self.named_modules():
-            if id(module) in index:
-                groups[index[id(module)]] = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
-        return groups
+        return [
+            [f"{name}.{own}" for own, _ in sublayer.named_parameters()] for name, sublayer in self.named_sublayers()
+        ]
 
     def site_of(self, parameter: str | None) -> int:
         """Returns the index of the site a parameter belongs to; -1 for none, or for one of the ends."""
@@ -101,4 +92,4 @@ class Decoder(nn.Module):
         """
         x_BTD = self.features(tokens_BT, rows)
         logits_BTV = nn.functional.linear(x_BTD, self.token if self.logits is None else self.logits)
-        return logits_BTV * self.ends.constant("logit_scale") if self.ends.has("logit_scale") else logits_BTV
+        return logits_BTV * self.ends.tensor("logit_scale") if self.ends.has("logit_scale") else logits_BTV

@@ -25,7 +25,7 @@ def layernorm(x: Tensor, gamma: Tensor | None, bias: Tensor | None, eps: float |
         return _affine(y, gamma, bias).to(x.dtype)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return F.layer_norm(x, x.shape[-1:], gamma, bias, eps)
-    return F.layer_norm(x.float(), x.shape[-1:], gamma, bias, eps).to(x.dtype)
+    return F.layer_norm(x.float(), x.shape[-1:], _float(gamma), _float(bias), eps).to(x.dtype)
 
 
 def rmsnorm(x: Tensor, gamma: Tensor | None, eps: float | Tensor) -> Tensor:
@@ -42,7 +42,11 @@ def rmsnorm(x: Tensor, gamma: Tensor | None, eps: float | Tensor) -> Tensor:
         return _affine(y, gamma, None).to(x.dtype)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return F.rms_norm(x, x.shape[-1:], gamma, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], gamma, eps).to(x.dtype)
+    return F.rms_norm(x.float(), x.shape[-1:], _float(gamma), eps).to(x.dtype)
+
+
+def _float(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.float()
 
 
 def _affine(y: Tensor, gamma: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -7,12 +7,14 @@ from torch import Tensor
 def scaled_residual(residual: Tensor, branch: Tensor, alpha: Tensor) -> Tensor:
     """Returns z = alpha * residual + branch, in the wider dtype of the two.
 
-    `alpha` is a tensor (0-d, or [D] for one multiplier a channel), so that one compiled graph serves every depth.
-    The multiplier belongs to the residual, not to the branch: y = LN(alpha * x + F(x)).
+    The sum is formed in fp32 at least and rounded once. `alpha` is a tensor (0-d, or [D] for one multiplier a
+    channel), so that one compiled graph serves every depth. The multiplier belongs to the residual, not to the branch:
+    y = LN(alpha * x + F(x)).
 
     Shape: residual, branch [..., D]; result [..., D].
 
     Reference: Wang et al. 2022, arXiv:2203.00555, Eq. 1 and Figure 2.
     """
     dtype = torch.promote_types(residual.dtype, branch.dtype)
-    return torch.addcmul(branch.to(dtype), residual.to(dtype), alpha.to(dtype))
+    work = torch.promote_types(dtype, torch.float32)
+    return torch.addcmul(branch.to(work), residual.to(work), alpha.to(work)).to(dtype)

@@ -5,10 +5,11 @@ from collections import deque
 
 
 class SpikeScore:
-    """The share of values that lie at least `sigmas` standard deviations from the mean of the last `window` values.
+    """The share of values that lie more than `sigmas` standard deviations, up or down, from the mean of those before.
 
-    Values are judged once `warmup` earlier ones are known. A value that is not finite is a spike and does not enter
-    the window.
+    "Before" are the last `window` values; the first `warmup` values cannot be spikes, unless they are not finite. A
+    value that is not finite is a spike and does not enter the window. Deviations below a ten-thousandth of the mean
+    are rounding, not spikes.
 
     Reference: OLMo 2, arXiv:2501.00656, section 3.1 (7 standard deviations, window 1000).
     """
@@ -16,23 +17,22 @@ class SpikeScore:
     def __init__(self, sigmas: float = 7.0, window: int = 1000, warmup: int = 30) -> None:
         self.sigmas, self.warmup = sigmas, warmup
         self.past: deque[float] = deque(maxlen=window)
-        self.spikes = self.judged = 0
+        self.spikes = self.count = 0
 
     def add(self, value: float) -> None:
         """Takes the next value of the series."""
         finite = math.isfinite(value)
-        if len(self.past) >= self.warmup or not finite:
-            self.judged += 1
-            self.spikes += not finite or self._far(value)
+        self.count += 1
+        self.spikes += not finite or (len(self.past) >= self.warmup and self._far(value))
         if finite:
             self.past.append(value)
 
     @property
     def score(self) -> float:
-        """The share of spikes among the judged values; 0 where none was judged."""
-        return self.spikes / self.judged if self.judged else 0.0
+        """The share of spikes among all values so far."""
+        return self.spikes / self.count if self.count else 0.0
 
     def _far(self, value: float) -> bool:
         mean = math.fsum(self.past) / len(self.past)
         deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in self.past) / len(self.past))
-        return abs(value - mean) > self.sigmas * deviation
+        return abs(value - mean) > max(self.sigmas * deviation, 1e-4 * abs(mean))

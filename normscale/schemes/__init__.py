@@ -1,7 +1,7 @@
 """Normalisation schemes, one file each; a file here is found by itself, no list is edited."""
 
 from normscale.schemes.registry import find_scheme, register, scheme_names
-from normscale.schemes.scheme import Depth, Make, Own, Parts, Role, Scheme, Site, Streams
+from normscale.schemes.scheme import Depth, Make, Own, Parts, Role, Scheme, Site, Streams, Weight
 
 __all__ = [
     "Depth",
@@ -12,6 +12,7 @@ __all__ = [
     "Scheme",
     "Site",
     "Streams",
+    "Weight",
     "find_scheme",
     "register",
     "scheme_names",

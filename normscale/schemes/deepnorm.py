@@ -1,5 +1,7 @@
 """DeepNorm."""
 
+from math import pow
+
 from normscale.schemes.post import PostNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Role, Site
@@ -18,17 +20,13 @@ class DeepNorm(PostNorm):
 
     def alpha(self, depth: Depth, site: Site) -> float:
         if depth.topology != "encoder-decoder":
-            return float((2 * depth.single) ** (1 / 4))
-        if site.side == "encoder":
-            return float(0.81 * (depth.N**4 * depth.M) ** (1 / 16))
-        return float((3 * depth.M) ** (1 / 4))
+            return pow(2 * depth.single, 1 / 4)
+        return 0.81 * pow(depth.N**4 * depth.M, 1 / 16) if site.side == "encoder" else pow(3 * depth.M, 1 / 4)
 
     def beta(self, depth: Depth, site: Site) -> float:
         if depth.topology != "encoder-decoder":
-            return float((8 * depth.single) ** (-1 / 4))
-        if site.side == "encoder":
-            return float(0.87 * (depth.N**4 * depth.M) ** (-1 / 16))
-        return float((12 * depth.M) ** (-1 / 4))
+            return pow(8 * depth.single, -1 / 4)
+        return 0.87 * pow(depth.N**4 * depth.M, -1 / 16) if site.side == "encoder" else pow(12 * depth.M, -1 / 4)
 
     def gain(self, depth: Depth, site: Site | None, role: Role) -> float:
         return self.beta(depth, site) if site is not None and role.part in ("v", "o", "in", "out") else 1.0

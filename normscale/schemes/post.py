@@ -23,5 +23,5 @@ class PostNorm(Scheme):
         return {"norm": make.norm(), "alpha": self.alpha(depth, site)}
 
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
-        x: Tensor = own.module("norm").residual(streams[0], out, own.constant("alpha"))
+        x: Tensor = own.module("norm").residual(streams[0], out, own.tensor("alpha"))
         return (x,)

@@ -5,7 +5,7 @@ beta by depth, the initial gain of every parameter by its role, and whatever the
 the tree asks which scheme it is. Defaults do nothing: the base class is a plain residual network without norms.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -124,24 +124,39 @@ class Own(nn.Module):
         """Returns the module called `name`."""
         return self._modules[name]
 
-    def constant(self, name: str) -> Tensor:
-        """Returns the constant called `name`, a 0-d fp32 tensor."""
-        return cast(Tensor, self._buffers[name])
+    def tensor(self, name: str) -> Tensor:
+        """Returns the parameter, or the constant (a 0-d fp32 tensor), called `name`."""
+        return cast(Tensor, self._parameters[name] if name in self._parameters else self._buffers[name])
 
-    def parameter(self, name: str) -> Tensor:
-        """Returns the parameter called `name`."""
-        return cast(Tensor, self._parameters[name])
+
+@dataclass(frozen=True)
+class Weight:
+    """Rows of one parameter of the network, and what they are for; `values` is a view that may be written.
+
+    `site` is None at the ends (embeddings, head).
+    """
+
+    name: str
+    rows: slice
+    site: Site | None
+    role: Role
+    values: Tensor
 
 
 @dataclass(frozen=True)
 class Make:
-    """What a scheme may build with: the configured norm (eps and options already in it) and the width.
+    """What a scheme may build with: the configured norm (eps and options already in it), widths, a generator.
 
     `norm(width=None)` is the one way to a norm, so that the configured eps reaches every norm of the model.
+    `generator` is the one source of random values a scheme draws for parameters of its own.
     """
 
     width: int
+    heads: int
+    ffn: int
+    vocab: int
     norm: Callable[..., nn.Module]
+    generator: torch.Generator
 
 
 class Scheme:
@@ -184,7 +199,7 @@ class Scheme:
     def own_ends(self, depth: Depth, side: Side, make: Make) -> Parts:
         """Returns what the scheme owns where a stack begins and ends (a final norm, say), for `enter` and `exit`.
 
-        A constant called `logit_scale` multiplies the logits.
+        A constant or parameter called `logit_scale` multiplies the logits.
         """
         return {}
 
@@ -192,8 +207,9 @@ class Scheme:
         """Returns modules to put inside the branch at `site`.
 
         Attention has `qkv` (called with q, k, v [B, H, T, K]; returns the three), `attn_scale` (called with q, after
-        the usual 1 / sqrt(K)) and `before_o` (called with the heads' joined output [B, T, D]); feed-forward has
-        `after_act` (called with the activation [B, T, F]).
+        position) and `before_o` (called with the heads' joined output [B, T, D]); feed-forward has `before_act`
+        (called with the product before the activation [B, T, F], or [B, T, 2F] when gated, gate first) and
+        `after_act` (called with what goes into the last product [B, T, F]).
         """
         return {}
 
@@ -231,11 +247,15 @@ class Scheme:
 
     # Hooks in a run's life.
 
-    def calibrate(self, model: nn.Module, tokens: Tensor) -> None:
-        """Adjusts what the scheme owns to one batch before training (Admin's profiling); most do nothing.
+    def calibrate(self, forward: Callable[[], object]) -> None:
+        """Adjusts what the scheme owns before training (Admin's profiling); most do nothing.
 
-        Shape: tokens [B, T] int64.
+        `forward` runs the model, without gradients, over one batch that is the same on every rank; the scheme's own
+        `write` sees every branch on the way. Called once, on a fresh model.
         """
 
-    def after_step(self, model: nn.Module) -> None:
-        """Projects weights after an applied optimizer step (nGPT); most do nothing."""
+    def after_step(self, weights: Sequence[Weight]) -> None:
+        """Projects weights (nGPT), without gradients: once before the first step, then after each applied one.
+
+        `weights` are all of the network's, by role; most schemes do nothing.
+        """

@@ -58,7 +58,13 @@ quantity("loss_gap", "nats", "sum", "1-loss/gap", "unigram entropy minus held-ou
 
 quantity("nonfinite", "0/1", "max", "2-health/nonfinite", "1 where the loss or a gradient of the step was not finite")
 quantity("skipped", "steps", "first", "2-health/skipped", "steps attempted but not applied, so far")
-quantity("spike", "share", "first", "2-health/spike", "spike score: share of recent losses over 7 sigma")
+quantity(
+    "spike",
+    "share",
+    "first",
+    "2-health/spike",
+    "spike score: share of the losses so far over 7 sigma from those before",
+)
 
 quantity("grad_norm", "1", "sum", "3-grad/norm", "global L2 norm of the gradient before clipping")
 quantity("grad_norm_clipped", "1", "sum", "3-grad/clipped", "global L2 norm of the gradient after clipping")

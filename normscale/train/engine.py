@@ -83,7 +83,7 @@ class DDPEngine(Engine):
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         # Accelerate's own placement copies the parameters (cpu to cpu:0), out of the flat buffer.
         self.model = accelerator.prepare(self.inner, device_placement=[False])
-        wanted = int(os.environ["WORLD_SIZE"])
+        wanted = world_size()
         if self.world != wanted or not isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
             raise LaunchError(
                 f"WORLD_SIZE={wanted} was asked for, but Accelerate set up {self.world} process(es) with "
@@ -112,8 +112,21 @@ class DDPEngine(Engine):
 
 
 def world_size() -> int:
-    """Returns the number of ranks this process was started with."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns the number of ranks this process was started with.
+
+    Raises:
+        LaunchError: the environment names ranks that could never meet.
+    """
+    word = os.environ.get("WORLD_SIZE", "1")
+    if not word.isdigit() or int(word) < 1:
+        raise LaunchError(f"WORLD_SIZE={word!r} in the environment is not a number of processes; unset it")
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(word) > 1 and missing:
+        raise LaunchError(
+            f"WORLD_SIZE={word} is in the environment but {', '.join(missing)} is not; unset it, or start the ranks "
+            f"with `python -m launch local --nproc {word}`"
+        )
+    return int(word)
 
 
 def device_kind() -> str:

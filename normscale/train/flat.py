@@ -37,17 +37,15 @@ class FlatParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        named.sort(key=lambda entry: entry[1].dim() < 2)  # stable: matrices first, each group in model order
+        in_model_order = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in in_model_order]
+        named = sorted(in_model_order, key=lambda entry: entry[1].dim() < 2)  # stable: model order within each group
         self.spans: dict[str, tuple[int, int]] = {}
         end = 0
-        for i, (name, p) in enumerate(named):
-            if i and p.dim() < 2 <= named[i - 1][1].dim():
-                self.split = end
+        for name, p in named:
             self.spans[name] = (end, end + p.numel())
-            end += -(-p.numel() // ALIGN) * ALIGN
-        if all(p.dim() >= 2 for _, p in named):
-            self.split = end
+            end += _padded(p)
+        self.split = sum(_padded(p) for _, p in named if p.dim() >= 2)
         first = named[0][1]
         self.values = torch.zeros(end, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros_like(self.values)
@@ -95,9 +93,13 @@ class FlatParameters:
     def faults(self) -> list[Fault]:
         """Returns the parameters whose gradients are not finite, in model order (for an event, not for every step)."""
         faults = []
-        for name, (start, stop) in self.spans.items():
-            grad = self.grads[start:stop]
+        for name in self.names:
+            grad = self.grads[slice(*self.spans[name])]
             if not bool(torch.isfinite(grad).all()):
                 counts = (torch.isnan(grad), torch.isposinf(grad), torch.isneginf(grad))
                 faults.append(Fault(name, *(int(c.sum()) for c in counts)))
         return faults
+
+
+def _padded(p: Tensor) -> int:
+    return -(-p.numel() // ALIGN) * ALIGN

@@ -14,9 +14,10 @@ import torch
 import normscale
 from normscale.config.schema import DataConfig, RunConfig
 from normscale.data.corpus import Corpus, load_corpus
+from normscale.models.plan import resolve
 from normscale.train.engine import device_kind, world_size
 
-NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "train")
+NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "probes", "train")
 
 
 @functools.cache
@@ -39,13 +40,21 @@ def sources_hash() -> str:
 def identity(config: RunConfig) -> dict[str, Any]:
     """Returns everything that the numbers of a run depend on, with its hash.
 
+    The data count by their bytes, not by where they lie; options count as they are, not by whether they were written.
+
     Raises:
         DataError: the corpus cannot be read.
     """
+    numerical = config.numerical()
+    del numerical["data"]
+    numerical["model"] = resolve(config.model).numerical()
+    cuda = device_kind() == "cuda"
     parts = {
-        "config": config.numerical(),
+        "config": numerical,
         "data_digest": corpus_of(config.data).digest,
         "device": device_kind(),
+        "device_name": torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
         "world": world_size(),
         "precision": config.precision.compute,
         "sources": sources_hash(),

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from normscale.config.schema import RunConfig
 from normscale.data.batches import IGNORE
+from normscale.models.init import weights
 from normscale.probes.probe import Array, Probe, collect
 from normscale.probes.spikes import SpikeScore
+from normscale.schemes import Scheme
 from normscale.train.engine import Engine
 from normscale.train.flat import Fault
 from normscale.train.optim import build_optimizer, learning_rate
@@ -51,11 +53,17 @@ class Trainer:
         self.engine, self.config, self.probes = engine, config, probes
         self.optimizer = build_optimizer(engine.flat, config.train.optim)
         self.attempted = self.applied = 0
-        self.first_bad: tuple[int, str | None] | None = None
+        self.first_bad: tuple[int, int, str | None] | None = None
         self.spikes = SpikeScore()
         self.last_profiles: dict[str, Array] = {}
         self.updates: dict[int, float] = {}
-        self.rows = next((rows for probe in probes if (rows := probe.forward_rows()) is not None), None)
+        buffers = [rows for probe in probes if (rows := probe.forward_rows()) is not None]
+        assert len(buffers) <= 1, "the model fills one buffer; let the probes share it"
+        self.rows = buffers[0] if buffers else None
+        self.weights = (
+            list(weights(engine.inner)) if type(engine.inner.scheme).after_step is not Scheme.after_step else []
+        )
+        self.project()
         self._clock, self._targets = time.perf_counter(), 0
 
     def step(self, window: Window, recorder: Recorder) -> Step:
@@ -69,49 +77,62 @@ class Trainer:
         self.attempted += 1
         measured = self.measures(self.attempted)
         probes = self.probes if measured else ()
-        count = engine.count(sum(int((targets != IGNORE).sum()) for _, targets in window))
-        total = torch.zeros((), device=engine.device)
-        flat.zero_grad()
         for probe in probes:
             probe.begin(self.attempted)
+        count = engine.count(sum(int((targets != IGNORE).sum()) for _, targets in window))
+        total = self._forward_backward(window, count, probes, self.rows if measured else None)
+        for probe in probes:
+            probe.after_backward()
+
+        # A step is read on the host once: without these two numbers nobody could say whether to apply it.
+        loss, norm = torch.stack([engine.sum(total) / count, flat.grad_norm()]).tolist()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        factor = min(1.0, train.optim.clip / (norm + 1e-6)) if finite and train.optim.clip else 1.0
+        lr = learning_rate(train.schedule, train.optim.lr, self.applied + 1, train.steps)
+        if finite:
+            self._apply(lr, factor)
+        else:
+            self._note_bad_step(loss, norm, window, recorder)
+        for probe in probes:
+            probe.after_step(self.attempted)
+        result = Step(loss, norm, norm * factor, lr, applied=finite)
+        self._targets += count
+        self.spikes.add(loss)
+        if measured or not finite:
+            self._record(result, probes, recorder)
+        return result
+
+    def _forward_backward(self, window: Window, count: int, probes: Sequence[Probe], rows: Tensor | None) -> Tensor:
+        """Fills the gradients and returns this rank's summed loss, a 0-d tensor."""
+        engine, flat = self.engine, self.engine.flat
+        total = torch.zeros((), device=engine.device)
+        flat.zero_grad()
         for i, (tokens, targets) in enumerate(window):
             with engine.micro_batch(last=i == len(window) - 1):
                 with engine.autocast():
-                    logits = engine.model(tokens.to(engine.device), self.rows if measured else None)
+                    logits = engine.model(tokens.to(engine.device), rows)
                 loss = summed_loss(logits, targets.to(engine.device))
                 torch.autograd.backward(loss * (engine.world / count))  # the engine averages over ranks
             total += loss.detach()
             for probe in probes:
                 probe.after_micro_batch(targets.numel())
-        for probe in probes:
-            probe.after_backward()
-
         if self.attempted == 1:
             flat.check()  # an engine that took the gradients elsewhere would train nothing
+        return total
 
-        # The one host read of a step: without it nobody could say whether to apply it.
-        loss_value, norm = torch.stack([engine.sum(total) / count, flat.grad_norm()]).tolist()
-        finite = math.isfinite(loss_value) and math.isfinite(norm)
-        factor = min(1.0, train.optim.clip / (norm + 1e-6)) if finite and train.optim.clip else 1.0
-        lr = learning_rate(train.schedule, train.optim.lr, self.applied + 1, train.steps)
-        if finite:
-            if factor < 1.0:
-                flat.grads.mul_(factor)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            engine.inner.scheme.after_step(engine.inner)
-            self.applied += 1
-        else:
-            self._note_bad_step(loss_value, norm, recorder)
-        for probe in probes:
-            probe.after_step(self.attempted)
-        result = Step(loss_value, norm, norm * factor, lr, applied=finite)
-        self._targets += count
-        self.spikes.add(loss_value)
-        if measured or not finite:
-            self._record(result, probes, recorder)
-        return result
+    def _apply(self, lr: float, factor: float) -> None:
+        if factor < 1.0:
+            self.engine.flat.grads.mul_(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.project()
+        self.applied += 1
+
+    def project(self) -> None:
+        """Lets the scheme project the weights, where it does."""
+        with torch.no_grad():
+            self.engine.inner.scheme.after_step(self.weights)
 
     def measures(self, step: int) -> bool:
         """Tells whether `step` is measured: the first, the last, every `probes.every`, and what a probe asks for."""
@@ -121,11 +142,13 @@ class Trainer:
     def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Returns the held-out loss in nats per target, the same on every rank."""
         total = count = 0.0
+        started = time.perf_counter()
         with self.engine.aside() as model:
             for tokens, targets in batches:
                 targets = targets.to(self.engine.device)
                 total += float(summed_loss(model(tokens.to(self.engine.device)), targets))
                 count += float((targets != IGNORE).sum())
+        self._clock += time.perf_counter() - started  # tokens a second are those of training
         return total / count
 
     def _record(self, step: Step, probes: Sequence[Probe], recorder: Recorder) -> None:
@@ -153,24 +176,48 @@ class Trainer:
             for name, profile in reading.profiles.items():
                 recorder.profile(self.attempted, name, profile)
 
-    def _note_bad_step(self, loss: float, norm: float, recorder: Recorder) -> None:
+    def _note_bad_step(self, loss: float, norm: float, window: Window, recorder: Recorder) -> None:
         """Records which gradients were not finite, before anything touches them."""
         faults = self.engine.flat.faults()
+        site, parameter = self._first_bad(loss, window, faults)
         if self.first_bad is None:
-            self.first_bad = (self.attempted, faults[0].parameter if faults else None)
+            self.first_bad = (self.attempted, site, parameter)
         recorder.event(
             self.attempted,
             "nonfinite",
             loss=loss,
             grad_norm=norm,
             fault=_fault(loss, faults),
-            layer=self.engine.inner.site_of(faults[0].parameter) if faults else -1,
+            layer=site,
+            parameter=parameter or "",
             parameters=[
                 {"name": f.parameter, "kind": f.kind, "nan": f.nan, "pos_inf": f.pos_inf, "neg_inf": f.neg_inf}
                 for f in faults[:20]
             ],
             parameters_bad=len(faults),
         )
+
+    def _first_bad(self, loss: float, window: Window, faults: Sequence[Fault]) -> tuple[int, str | None]:
+        """Returns the site where the step first went wrong (-1: unknown, or an end), and the parameter if known.
+
+        A loss that is not finite went wrong on the way forward: the window runs once more, measured, and the first
+        site with a non-finite branch or stream is it. Otherwise it was backward, which starts at the last site, so the
+        last faulty parameter in model order is the first to have gone wrong.
+        """
+        model = self.engine.inner
+        if math.isfinite(loss):
+            bad = [fault.parameter for fault in faults if model.site_of(fault.parameter) >= 0]
+            parameter = bad[-1] if bad else faults[0].parameter if faults else None
+            return model.site_of(parameter), parameter
+        per_site = 1 + model.stream_count
+        rows = torch.zeros(len(model.sites()) * per_site, 3, device=self.engine.device)
+        with self.engine.aside() as quiet:
+            for tokens, _ in window:
+                quiet(tokens.to(self.engine.device), rows)
+                found = rows[:, 2].reshape(-1, per_site).sum(dim=1).nonzero()
+                if found.numel():
+                    return int(found[0]), None
+        return -1, None
 
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from normscale.config.load import dump
 from normscale.config.schema import RunConfig
-from normscale.data.batches import Batches, held_out_batches, unigram_of
-from normscale.data.corpus import Corpus, packed
+from normscale.data.batches import Batches, check_divides, held_out_batches, unigram_of
+from normscale.data.corpus import Corpus, packed, require
 from normscale.errors import NonFiniteStop, NormscaleError, RunFailed, StoreError
 from normscale.models.attention import attention_backend
 from normscale.models.builder import build
@@ -26,12 +26,12 @@ from normscale.models.stack import Decoder
 from normscale.norms import Norm
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients, depth_slope
-from normscale.probes.probe import Probe, Subject
+from normscale.probes.probe import Array, Probe, Subject
 from normscale.probes.update import ModelUpdate
 from normscale.tracking.files import write_whole
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SPOOL, SpoolWriter, next_attempt, read_run
-from normscale.train.engine import Engine, make_engine
+from normscale.train.engine import Engine, make_engine, world_size
 from normscale.train.identity import corpus_of, environment, identity, run_id_of
 from normscale.train.loop import Recorder, Trainer
 
@@ -50,10 +50,17 @@ class RunResult:
     skipped_existing: bool = False
 
 
-def run(config: RunConfig, *, fresh: bool = False, on_step: OnStep | None = None) -> RunResult:
+def run(
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    on_start: Callable[[], None] | None = None,
+    on_step: OnStep | None = None,
+) -> RunResult:
     """Trains one model to its end and returns how it went; a run that is finished already is only read.
 
-    Every rank calls it; rank 0 writes the records. `on_step` is called with (step, steps, loss) after each step.
+    Every rank calls it; rank 0 writes the records. `on_start` is called once the input has proved good and records are
+    being written, `on_step` with (step, steps, loss) after each step.
 
     Raises:
         BadInput: the configuration, the data or the store cannot be used; nothing was written.
@@ -68,8 +75,14 @@ def run(config: RunConfig, *, fresh: bool = False, on_step: OnStep | None = None
             return RunResult(run_id, run_dir, record.end["outcome"], code, record.summary, skipped_existing=True)
 
     # All that can be wrong with the input shows before the first byte is written.
-    torch.manual_seed(config.seed)
-    engine = make_engine(build(config.model, corpus.vocab, config.seed), config.precision)
+    require(corpus, config.model.context, config.train.batch)
+    check_divides(config.train.batch, world_size(), config.train.accumulate)
+    model = build(config.model, corpus.vocab, config.seed)
+    first = Batches(packed(corpus, "train", config.model.context), batch=config.train.batch, seed=config.seed).window(0)
+    with torch.no_grad():
+        model.scheme.calibrate(lambda: model(first[0].tokens_BT))
+    engine = make_engine(model, config.precision)
+    torch.manual_seed(config.seed * 65_537 + engine.rank)  # dropout differs by rank; nothing else draws from it
     session = _Session(config, corpus, engine)
     recorder = _open(config, run_dir) if engine.rank == 0 else _Silent()
     outcome: Outcome = "error"
@@ -77,6 +90,8 @@ def run(config: RunConfig, *, fresh: bool = False, on_step: OnStep | None = None
     code = 1
     try:
         recorder.start(**session.facts(run_id))
+        if on_start is not None:
+            on_start()
         outcome = session.train(recorder, on_step)
         code = NonFiniteStop.exit_code if outcome == "nan" else 0
         summary = session.summary()
@@ -144,12 +159,18 @@ class _Session:
             "engine": engine.name,
             "backend": {
                 "norm": "eager",
-                "attention": attention_backend(model.d, self.config.model.heads, engine.device),
+                "attention": self._attention(),
             },
             "precision_seen": precision_seen(engine, self.held_out[0][0][:1]),
             "rows": [site.name for site in model.sites()],
             "outer_run": os.environ.get("MLFLOW_RUN_ID"),
         }
+
+    def _attention(self) -> str:
+        model = self.config.model
+        dtype = torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
+        shape = (model.heads, model.context, model.d // model.heads)
+        return attention_backend(shape, model.dropout, dtype, self.engine.device)
 
     def train(self, recorder: Recorder, on_step: OnStep | None) -> Outcome:
         """Runs all steps, with the evaluations the configuration asks for, and returns the outcome."""
@@ -164,9 +185,10 @@ class _Session:
             stop = not result.applied and train.on_nonfinite == "stop"
             if stop or step == train.steps or (train.eval_every and step % train.eval_every == 0):
                 self.evaluate(step, recorder)
+                stop = stop or (train.on_nonfinite == "stop" and not math.isfinite(self.loss_val))
             if stop:
                 return "nan"
-        return "finished"
+        return "finished" if math.isfinite(self.loss_val) else "nan"
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
         """Records the held-out loss and its distance to the unigram entropy of the same batches."""
@@ -177,7 +199,7 @@ class _Session:
     def summary(self) -> dict[str, Any]:
         """Returns the fields of the end record's summary."""
         trainer = self.trainer
-        bad_step, bad_parameter = trainer.first_bad or (-1, None)
+        bad_step, bad_layer, bad_parameter = trainer.first_bad or (-1, -1, None)
         gradient = trainer.last_profiles.get("grad_norm")
         return {
             "loss_val": self.loss_val,
@@ -186,8 +208,8 @@ class _Session:
             "gap": self.unigram_nats - self.loss_val,
             "grad_slope": math.nan if gradient is None else depth_slope(gradient),
             "grad_min_end": math.nan if gradient is None else float(gradient.min()),
-            "bad_step": bad_step,
-            "bad_layer": self.engine.inner.site_of(bad_parameter),
+            "bad_step": trainer.attempted if bad_step < 0 and not math.isfinite(self.loss_val) else bad_step,
+            "bad_layer": bad_layer,
             "bad_parameter": bad_parameter or "",
             "spike": trainer.spikes.score,
             "skipped": trainer.attempted - trainer.applied,
@@ -211,8 +233,19 @@ def _compiler_failed(error: Exception) -> str:
 class _Silent:
     """The recorder of every rank but the first."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    lost = 0
+
+    def start(self, **fields: Any) -> None: ...
+
+    def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None: ...
+
+    def profile(self, step: int, name: str, data: Array) -> None: ...
+
+    def event(self, step: int, event: str, **fields: Any) -> None: ...
+
+    def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def subject_of(engine: Engine) -> Subject:
@@ -259,6 +292,7 @@ def precision_seen(engine: Engine, tokens: Tensor) -> dict[str, str]:
             hook.remove()
     seen["params"] = str(engine.flat.values.dtype).removeprefix("torch.")
     seen["grads"] = str(engine.flat.grads.dtype).removeprefix("torch.")
+    seen["tf32"] = str(engine.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32).lower()
     return seen
 
 

@@ -215,5 +215,15 @@ def test_spike_score_counts_the_far_ones() -> None:
     assert score.score == 0.0
     score.add(9.0)
     score.add(float("nan"))
-    assert (score.spikes, score.judged) == (2, 72)
+    assert score.score == 2 / 102
     assert len(score.past) == 50
+    for value in (-9.0, 1.3):  # down as well as up, and 7 sigma, not 2
+        score.add(value)
+    assert score.spikes == 3
+
+
+def test_rounding_is_no_spike() -> None:
+    score = SpikeScore()
+    for i in range(60):
+        score.add(3.0 + 1e-9 * i)
+    assert score.score == 0.0

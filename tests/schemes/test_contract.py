@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
-from normscale.models.builder import build, resolve
+from normscale.models.builder import build
+from normscale.models.plan import resolve
 from normscale.models.stack import Decoder
 from normscale.norms import norm_names
 from normscale.schemes import Depth, Make, Own, Parts, Scheme, Site, Streams, registry, scheme_names
@@ -37,7 +38,7 @@ class Keel(Scheme):
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
         if not own.has("outer"):
             return (streams[0] + out,)
-        return (own.module("outer").residual(streams[0], out, own.constant("alpha")),)
+        return (own.module("outer").residual(streams[0], out, own.tensor("alpha")),)
 
 
 class SpanNorm(Scheme):

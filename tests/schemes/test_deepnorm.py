@@ -7,7 +7,7 @@ import torch
 
 from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
-from normscale.models.init import init_table
+from normscale.models.init import weights
 from normscale.norms import find_norm
 from normscale.schemes import Depth, Own, Site
 from normscale.schemes.deepnorm import DeepNorm
@@ -68,8 +68,9 @@ def test_every_parameter_has_its_role_and_gain(activation: str) -> None:
     expected = {"q": 1.0, "k": 1.0, "v": beta, "o": beta, "in": beta, "gate": 1.0, "out": beta}
     ends = {"token": 1.0, "position": 1.0, "logits": 1.0}
     covered: dict[str, int] = {}
-    for entry in init_table(model):
-        assert entry.gain == pytest.approx((expected | ends)[entry.role.part], abs=1e-5), entry
+    for entry in weights(model):
+        gain = SCHEME.gain(model.depth, entry.site, entry.role)
+        assert gain == pytest.approx((expected | ends)[entry.role.part], abs=1e-5), entry
         covered[entry.name] = covered.get(entry.name, 0) + (entry.rows.stop - entry.rows.start)
     # Every parameter that is not a norm's is listed, with all of its rows.
     norms = {name for name, _ in model.named_parameters() if ".own." in name or name.startswith("ends.")}
@@ -79,7 +80,7 @@ def test_every_parameter_has_its_role_and_gain(activation: str) -> None:
 def test_drawn_weights_have_xavier_deviation_times_gain() -> None:
     model = build(ModelConfig(M=100, d=256, heads=4, context=8), 256, 0)
     deviations: dict[str, list[float]] = {}
-    for entry in init_table(model):
+    for entry in weights(model):
         if not entry.role.bias and entry.role.kind in ("self", "ffn"):
             xavier = math.sqrt(2 / sum(entry.values.shape))
             deviations.setdefault(entry.role.part, []).append(float(entry.values.std()) / xavier)

@@ -37,7 +37,8 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
     assert record.profiles["stream_rms"].data.shape == (5, 4)
     assert record.start["rows"][-1] == "decoder.0001.ffn"
     assert record.start["model"]["eps"] == [1e-5]
-    assert record.start["precision_seen"] == dict.fromkeys(("compute", "stream", "params", "grads"), "float32")
+    fp32 = dict.fromkeys(("compute", "stream", "params", "grads"), "float32")
+    assert record.start["precision_seen"] == fp32 | {"tf32": "false"}
     assert record.summary["gap"] == pytest.approx(record.series["loss_gap"].values[-1])
     assert record.summary["update@5"] == pytest.approx(record.series["update"].values[-1])
     assert record.summary["bad_step"] == -1
@@ -80,7 +81,8 @@ def test_identity_follows_the_numbers_alone(tmp_path: Path) -> None:
 def test_bf16_is_seen_in_products_and_the_stream_stays_fp32(tmp_path: Path) -> None:
     result = run(config(tmp_path, precision={"compute": "bf16"}))
     seen = read_run(result.run_dir).start["precision_seen"]
-    assert seen == {"compute": "bfloat16", "stream": "float32", "params": "float32", "grads": "float32"}
+    fp32 = dict.fromkeys(("stream", "params", "grads"), "float32")
+    assert seen == fp32 | {"compute": "bfloat16", "tf32": "false"}
     assert math.isfinite(result.summary["loss_val"])
 
 
@@ -105,10 +107,28 @@ def test_a_non_finite_step(
     result = run(config(tmp_path, train=train, probes={"every": 2}))
     assert (result.outcome, result.exit_code, result.summary["steps"]) == (outcome, code, steps)
     assert (result.summary["bad_step"], result.summary["skipped"]) == (3, 1)
+    assert result.summary["bad_layer"] == 1  # the feed-forward of block 0, though every gradient was NaN
     record = read_run(result.run_dir)
-    assert [e["event"] for e in record.events] == ["nonfinite"]
+    assert [(e["event"], e["layer"]) for e in record.events] == [("nonfinite", 1)]
     assert math.isnan(record.series["loss_train"].values[record.series["loss_train"].steps.index(3)])
     assert json.loads((result.run_dir / "rank0.status").read_text())["exit_code"] == code
+
+
+def test_weights_wrecked_by_the_last_update_are_no_success(tmp_path: Path) -> None:
+    train = {"steps": 1, "batch": 4, "eval_batches": 2, "optim": {"lr": 1e30}}
+    result = run(config(tmp_path, train=train, probes={"every": 1}))
+    assert (result.outcome, result.exit_code, result.summary["bad_step"]) == ("nan", 3, 1)
+
+
+def test_the_identity_counts_options_as_they_are(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Depth is a number, and so is width. " * 2000)
+    base = run_id_of(config(tmp_path))
+    small = {"M": 2, "d": 16, "heads": 2, "context": 16}
+    assert run_id_of(config(tmp_path, model=small | {"ffn": 64, "norm_options": {"bias": True}})) == base
+    assert run_id_of(config(tmp_path, model=small | {"norm_options": {"bias": False}})) != base
+    places = [run_id_of(config(tmp_path, data={"source": str(path)})) for path in (text, tmp_path / "." / "text.txt")]
+    assert places[0] == places[1] != base
 
 
 @pytest.mark.parametrize(
