@@ -131,13 +131,15 @@ def _train(options: argparse.Namespace) -> int:
     tracking = loaded.config.tracking
     progress = Progress()
     with contextlib.ExitStack() as stack:
-        stack.callback(progress.end)
 
         def start_sink() -> None:  # not before the input has proved good: bad input must leave nothing behind
             stack.enter_context(_sink(Path(tracking.runs), tracking.uri))
 
-        with loaded.sources.placed():
-            result = run(loaded.config, fresh=options.fresh, on_start=start_sink, on_step=progress)
+        try:
+            with loaded.sources.placed():
+                result = run(loaded.config, fresh=options.fresh, on_start=start_sink, on_step=progress)
+        finally:
+            progress.end()
     _say_result(result, tracking.uri)
     return _exit_code(result)
 

@@ -9,7 +9,7 @@ import numpy as np
 from normscale.claims.claim import Claim, Slope
 from normscale.claims.fit import mean
 from normscale.claims.state import AT_UNIGRAM, TRAINED
-from normscale.claims.verdict import Result, fit
+from normscale.claims.verdict import Result, fit, values_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,11 +120,10 @@ def _update(claim: Claim, results: Sequence[Result]) -> "Figure | None":
         depths: set[int] = set()
         inks: set[str] = set()
         for expectation in slopes:
-            own = [result for result in results if result.cell.arm == expectation.arm]
+            own = values_of(expectation, results)
             # Over the learning rate: in the linear regime that is what arms with different rates have in common.
-            rate = own[0].cell.lr if own else 1.0
-            raw = [(result.cell.depth, result.value(expectation.quantity, expectation.step)) for result in own]
-            points = [(depth, value / rate) for depth, value in raw if value is not None and value > 0]
+            rate = own[0][0].cell.lr if own else 1.0
+            points = [(result.cell.depth, value / rate) for result, value in own if value is not None and value > 0]
             if not points:
                 continue
             depths |= {depth for depth, _ in points}

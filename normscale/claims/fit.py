@@ -45,9 +45,14 @@ def mean(values: Sequence[float]) -> Estimate:
 def power_law(x: Sequence[float], y: Sequence[float]) -> Line | None:
     """Returns the least-squares line of log y over log x; None with fewer than two different x or a y not positive.
 
-    Every (depth, seed) is one point: a run of another depth has other weights, so the points are independent. A curve
-    that is no power law leaves residuals, which widen the interval: as they should, for the slope then depends on
-    which depths were measured. The interval needs three points.
+    Every (depth, seed) is one point. The interval is the wider of two. The first takes the points for independent: n - 2
+    degrees of freedom. But the seeds of one depth share what that depth deviates from a power law, and would be counted
+    as so many confirmations of it; the second therefore fits the means of the depths, each with its number of seeds as
+    its weight, which is the same line, and has as many degrees of freedom as there are depths, less two. It needs three
+    depths: two are on a line whatever the curve, so they have no interval.
+
+    The interval speaks of other seeds and of how well a power law fits, not of other texts: all runs are measured on
+    the same batch.
     """
     if len(set(x)) < 2 or not all(value > 0 and math.isfinite(value) for value in y):
         return None
@@ -56,9 +61,17 @@ def power_law(x: Sequence[float], y: Sequence[float]) -> Line | None:
     spread = float(centred @ centred)
     slope = float(centred @ log_y) / spread
     intercept = float(log_y.mean() - slope * log_x.mean())
-    dof = len(log_x) - 2
-    if dof < 1:
-        return Line(Estimate(slope), intercept)
     residuals = log_y - intercept - slope * log_x
-    half = t_quantile(dof) * math.sqrt(float(residuals @ residuals) / dof / spread)
+    depths, at, seeds = np.unique(log_x, return_inverse=True, return_counts=True)
+    if len(depths) < 3:
+        return Line(Estimate(slope), intercept)
+    shared = np.bincount(at, residuals) / seeds
+    pooled = _half_width(float(residuals @ residuals), len(log_x) - 2, spread)
+    by_depth = _half_width(float(seeds @ shared**2), len(depths) - 2, spread)
+    half = max(pooled, by_depth)
     return Line(Estimate(slope, slope - half, slope + half), intercept)
+
+
+def _half_width(squares: float, dof: int, spread: float) -> float:
+    """Returns half the 95 % interval of a slope from its squared residuals and the squared spread of x."""
+    return t_quantile(dof) * math.sqrt(squares / dof / spread)

@@ -199,10 +199,11 @@ def _reading() -> str:
         "the very text that the held-out loss is measured on. The gap is how far a run is below it.</li>"
         f"<li><b>Trained</b>: at least {TRAINED} nats below it. <b>Stuck</b>: less than {AT_UNIGRAM} nats below it and "
         f"improving by less than {STANDSTILL} nats over the last third of the run, or creeping towards it from above. "
-        "<b>Diverged</b>: not finite, or a "
+        "<b>Diverged</b>: not finite at its end or at any step of its last third, or a "
         f"training loss that ends {SPIKE} nats or more above an earlier level. <b>Undecided</b>: none of these.</li>"
         "<li>A run that was lost with its machine is <b>missing</b>, which is no measurement.</li>"
-        "<li>Intervals are 95 % by Student's t: over seeds for means, over all depths and seeds for slopes.</li></ul>"
+        "<li>Intervals are 95 % by Student's t: over seeds for means; for slopes over all runs or over the means of "
+        "the depths, whichever is wider. They speak of other seeds, not of other texts.</li></ul>"
     )
 
 

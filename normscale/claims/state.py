@@ -71,6 +71,8 @@ def state_of(record: RunRecord | None) -> State:
     improved = drop_over_last_third(held_out)
     if improved is None:
         improved = drop_over_last_third(training)
+    if (step := late_non_finite_step(record)) is not None:
+        return State("diverged", f"not finite at step {step}, in the last third of the run", loss, gap, improved)
     if (rise := unrecovered_rise(training)) > SPIKE:
         return State("diverged", f"the training loss ends {rise:.2f} nats above where it was", loss, gap, improved)
     if gap >= TRAINED - _ROUNDING:
@@ -81,6 +83,20 @@ def state_of(record: RunRecord | None) -> State:
     still = improved is not None and gap < AT_UNIGRAM and improved < STANDSTILL - _ROUNDING
     creeps = improved is not None and -AT_UNIGRAM < gap < 0 and gap + 3 * improved < AT_UNIGRAM - _ROUNDING
     return State("stuck" if still or creeps else "undecided", where, loss, gap, improved)
+
+
+def late_non_finite_step(record: RunRecord) -> int | None:
+    """Returns the last step of the run's last third whose loss or gradient was not finite; None where all were.
+
+    Such a step is skipped where the configuration says so, and every one is recorded. A loss that is finite again
+    by the end does not show it, and a loss that is not is no point of any curve.
+    """
+    flags, losses = (record.series.get(key, Series()) for key in ("nonfinite", "loss_train"))
+    bad = {step for step, flag in zip(flags.steps, flags.values, strict=True) if flag != 0}
+    bad |= {step for step, loss in zip(losses.steps, losses.values, strict=True) if not math.isfinite(loss)}
+    bad |= {event["step"] for event in record.events if event["event"] == "nonfinite"}
+    last = record.summary.get("steps") or max(flags.steps + losses.steps, default=0)
+    return max((step for step in bad if 3 * step >= 2 * last), default=None)
 
 
 def drop_over_last_third(series: Series) -> float | None:

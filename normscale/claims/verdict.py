@@ -8,15 +8,17 @@ part is inconclusive; a run that diverged is one. A smoke run is never a verdict
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from normscale.claims.claim import Cell, Claim, Dies, Expectation, ProfileName, Role, Slope, Trains, Verdict
 from normscale.claims.fit import Estimate, Line, mean, power_law
-from normscale.claims.state import State, state_of
+from normscale.claims.state import AT_UNIGRAM, Label, State, state_of
 from normscale.tracking.spool import RunRecord
 
+WORST_FIRST: tuple[Verdict, ...] = ("refuted", "inconclusive", "not run", "supported")
+MAIN: tuple[Role, ...] = ("main", "control")
 ROLES = {"low-lr": ", 3x lower learning rate over 3x the steps", "long": ", 5x more steps"}
 
 
@@ -57,12 +59,30 @@ class Measured:
 
 @dataclass(frozen=True)
 class Part:
-    """One expectation judged: `brief` is its share of the headline, `detail` says what it rests on."""
+    """One expectation judged: `brief` is its share of the headline, `detail` says what it rests on.
+
+    A `topic` is what several briefs are about; the headline names it once.
+    """
 
     expect: str
     verdict: Verdict
     brief: str
     detail: str
+    topic: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What some of the runs of an expectation say: a verdict, the line that says it, what became of them."""
+
+    verdict: Verdict
+    brief: str = ""
+    detail: str = ""
+
+
+def worst(findings: Sequence[Finding]) -> Finding:
+    """Returns the first of the findings with the worst verdict."""
+    return min(findings, key=lambda finding: WORST_FIRST.index(finding.verdict))
 
 
 @dataclass(frozen=True)
@@ -115,13 +135,24 @@ def judge(claim: Claim, profile: ProfileName, results: Sequence[Result]) -> Judg
 
 
 def _told(parts: Sequence[Part], verdict: Verdict) -> list[str]:
-    """Returns the briefs of the parts, those that decided first, the others under their own verdict."""
-    own = [part.brief for part in parts if part.verdict == verdict]
-    others = []
-    for other in ("refuted", "inconclusive", "not run", "supported"):
-        briefs = [part.brief for part in parts if part.verdict == other != verdict]
-        others += [f"{other}: {', '.join(briefs)}"] if briefs else []
-    return own + others
+    """Returns the briefs of the parts, those that decided first, the others under their own verdict.
+
+    Parts about one topic are listed after it; a topic that was named last is not named again.
+    """
+    told, named = [], ""
+    for kind in WORST_FIRST:
+        own = [part for part in parts if part.verdict == kind]
+        said = []
+        for topic in dict.fromkeys(part.topic for part in own):
+            briefs = [part.brief for part in own if part.topic == topic]
+            if not topic:
+                said += briefs
+                continue
+            said.append(", ".join(briefs) if topic == named else f"{topic}: {', '.join(briefs)}")
+            named = topic
+        if said:
+            told.append("; ".join(said) if kind == verdict else f"{kind}: {', '.join(said)}")
+    return told
 
 
 def describe(claim: Claim, expectation: Expectation) -> str:
@@ -143,8 +174,14 @@ def describe(claim: Claim, expectation: Expectation) -> str:
 
 def fit(expectation: Slope, results: Sequence[Result]) -> Line | None:
     """Returns the power law over depth of a slope expectation's quantity, or None where it cannot be fitted."""
-    points = [(result.cell.depth, value) for result, value in _values(expectation, results) if value is not None]
+    points = [(result.cell.depth, value) for result, value in values_of(expectation, results) if value is not None]
     return power_law([depth for depth, _ in points], [value for _, value in points])
+
+
+def values_of(expectation: Slope, results: Sequence[Result]) -> list[tuple[Result, float | None]]:
+    """Returns the runs of a slope and what each recorded; those at another learning rate or length are no part of it."""
+    own = [result for result in results if result.cell.arm == expectation.arm and result.cell.role in MAIN]
+    return [(result, result.value(expectation.quantity, expectation.step)) for result in own]
 
 
 def _judge_part(claim: Claim, expectation: Expectation, results: Sequence[Result]) -> Part:
@@ -175,76 +212,85 @@ def _dies(claim: Claim, expectation: Dies, results: Sequence[Result]) -> Part:
     found = _by_depth(results, expectation.arm, (), expectation.at_least)
     if not found:
         return Part(says, "not run", f"{label} was not run there", "no such run in this profile")
-    verdicts: list[tuple[Verdict, str, str]] = [
-        (*_dies_at(claim, expectation, depth, runs, results), f"{depth} blocks: {_states(runs)}")
-        for depth, runs in found.items()
-    ]
     long = _by_depth(results, expectation.arm, (), expectation.at_least, roles=("long",))
-    for depth, runs in long.items():
-        verdicts.append((*_repeated(label, depth, runs, "over 5x more steps"), f"5x steps: {_states(runs)}"))
     low = _by_depth(results, expectation.arm, (), expectation.at_least, roles=("low-lr",))
-    details = [detail for *_, detail in verdicts] + [f"lr/3, {depth} blocks: {_states(low[depth])}" for depth in low]
-    for wanted in ("refuted", "inconclusive", "not run"):
-        briefs = [brief for verdict, brief, _ in verdicts if verdict == wanted]
-        if briefs:
-            return Part(says, "refuted" if wanted == "refuted" else "inconclusive", briefs[0], "; ".join(details))
-    gaps = [_gap(result) for runs in found.values() for result in runs]
-    largest = max((gap for gap in gaps if math.isfinite(gap)), default=math.nan)
-    if all(result.state.label == "diverged" for runs in found.values() for result in runs):
-        brief = f"{label} diverges from {min(found)} blocks on"
-    else:
-        brief = f"{label} stays at the unigram entropy from {min(found)} blocks on (gap at most {largest:.2f} nats)"
-    return Part(says, "supported", brief, "; ".join(details))
+    findings = [_dies_at(claim, expectation, depth, runs, results) for depth, runs in found.items()]
+    findings += [_repeated(label, depth, runs, "over 5x more steps", "5x steps") for depth, runs in long.items()]
+    details = [finding.detail for finding in findings]
+    details += [f"lr/3, {depth} blocks: {_states(runs)}" for depth, runs in low.items()]
+    decided = worst(findings)
+    brief = decided.brief or f"{label} {_death([run for runs in found.values() for run in runs], min(found))}"
+    return Part(says, decided.verdict, brief, "; ".join(details))
 
 
-def _dies_at(
-    claim: Claim, expectation: Dies, depth: int, runs: list[Result], results: Sequence[Result]
-) -> tuple[Verdict, str]:
-    """Returns the verdict at one depth and the line that says it; the low-lr runs are part of it."""
+def _dies_at(claim: Claim, expectation: Dies, depth: int, runs: list[Result], results: Sequence[Result]) -> Finding:
+    """Returns what the runs of one depth say; the low-lr runs are part of it."""
     label = claim.labels[expectation.arm]
-    verdict, brief = _repeated(label, depth, runs, "")
-    if verdict != "supported":
-        return verdict, brief
+    found = _repeated(label, depth, runs, "", f"{depth} blocks")
+    if found.verdict != "supported":
+        return found
     low = _by_depth(results, expectation.arm, (depth,), None, roles=("low-lr",)).get(depth, [])
     if not low:
-        return "inconclusive", f"{label} at {depth} blocks was not tried at a 3x lower learning rate"
-    verdict, brief = _repeated(label, depth, low, "at a 3x lower learning rate")
-    if verdict != "supported" or not expectation.beside:
-        return verdict, brief
+        brief = f"{label} at {depth} blocks was not tried at a 3x lower learning rate"
+        return replace(found, verdict="inconclusive", brief=brief)
+    lower = _repeated(label, depth, low, "at a 3x lower learning rate", "")
+    if lower.verdict != "supported":
+        return replace(lower, detail=found.detail)
     others = [_by_depth(results, arm, (depth,), None).get(depth, []) for arm in expectation.beside]
-    if not any(runs and all(result.state.label == "trained" for result in runs) for runs in others):
-        return "inconclusive", f"at {depth} blocks no other scheme trains either"
-    return "supported", ""
+    trains = [bool(runs) and all(result.state.label == "trained" for result in runs) for runs in others]
+    if trains and not any(trains):
+        return replace(found, verdict="inconclusive", brief=f"at {depth} blocks no other scheme trains either")
+    return found
 
 
-def _repeated(label: str, depth: int, runs: list[Result], how: str) -> tuple[Verdict, str]:
-    """Returns supported if all runs are dead, refuted if one trained, else inconclusive."""
-    after = f" {how}" if how else ""
-    for wanted, verdict in (("trained", "refuted"), ("missing", "inconclusive"), ("undecided", "inconclusive")):
+def _repeated(label: str, depth: int, runs: list[Result], how: str, which: str) -> Finding:
+    """Returns supported, and no line, if all runs are dead; refuted if one trained, else inconclusive."""
+    detail, after = f"{which}: {_states(runs)}", f" {how}" if how else ""
+    verdicts: dict[Label, Verdict] = {"trained": "refuted", "missing": "inconclusive", "undecided": "inconclusive"}
+    for wanted, verdict in verdicts.items():
         for result in runs:
             if result.state.label == wanted:
-                return verdict, f"{label} {_fate(result)} at {depth} blocks{after}"  # type: ignore[return-value]
-    return "supported", ""
+                return Finding(verdict, f"{label} {_fate(result)} at {depth} blocks{after}", detail)
+    return Finding("supported", detail=detail)
+
+
+def _death(runs: Sequence[Result], shallowest: int) -> str:
+    """Returns how dead runs died: at the unigram entropy, above it, or by diverging, as their gaps say."""
+    gaps = [gap for run in runs if math.isfinite(gap := _gap(run))]
+    diverged = [run.state.label == "diverged" for run in runs]
+    if all(diverged):
+        return f"diverges from {shallowest} blocks on"
+    if min(gaps) > -AT_UNIGRAM and not any(diverged):
+        return f"stays at the unigram entropy from {shallowest} blocks on (gap at most {max(gaps):.2f} nats)"
+    how = "is stuck or diverges" if any(diverged) else "is stuck, not always at the unigram entropy,"
+    return f"{how} from {shallowest} blocks on (gap {min(gaps):.2f} to {max(gaps):.2f} nats)"
 
 
 def _slope(claim: Claim, expectation: Slope, results: Sequence[Result]) -> Part:
     label, says = claim.labels[expectation.arm], describe(claim, expectation)
-    values = _values(expectation, results)
+    values = values_of(expectation, results)
     known = [value for _, value in values if value is not None]
     if not known:
         return Part(says, "not run", f"{label} was not run", "no run has recorded it")
     line = fit(expectation, results)
     detail = f"{len(known)} of {len(values)} runs, {len({result.cell.depth for result, _ in values})} depths"
     if line is None or line.slope.lo is None or line.slope.hi is None:
-        odd = "its update is not finite or zero somewhere" if len(known) == len(values) else "too few runs"
+        odd = (
+            "its update is not finite or zero somewhere"
+            if line is None and len(known) == len(values)
+            else "too few runs"
+        )
         return Part(says, "inconclusive", f"{label} has no slope: {odd}", detail)
     lo, hi, bar = line.slope.lo, line.slope.hi, expectation.bar
-    brief = f"{label} slope {line.slope.value:.2f} (95 % {lo:.2f}..{hi:.2f}; bar: {expectation.side} {bar:g})"
+    topic, interval = f"slope of the {expectation.quantity} over depth (bar {bar:g})", f"95 % {lo:.2f}..{hi:.2f}"
+    brief, detail = f"{label} {line.slope.value:.2f}", f"slope {line.slope.value:.2f} ({interval}), {detail}"
     if len(known) < len(values):
-        return Part(says, "inconclusive", brief, f"{detail}: a missing run is no measurement")
+        return Part(says, "inconclusive", brief, f"{detail}: a missing run is no measurement", topic)
     above, not_above = lo > bar, hi <= bar
-    right, wrong = (above, not_above) if expectation.side == "above" else (not_above, above)
-    return Part(says, "supported" if right else "refuted" if wrong else "inconclusive", brief, detail)
+    if not above and not not_above:
+        return Part(says, "inconclusive", f"{brief} ({interval})", detail, topic)
+    right = above if expectation.side == "above" else not_above
+    return Part(says, "supported" if right else "refuted", brief, detail, topic)
 
 
 def _measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
@@ -252,8 +298,7 @@ def _measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
     slopes = [expectation for expectation in claim.expect if isinstance(expectation, Slope)]
     numbers = []
     for expectation in slopes:
-        steps = sorted({s for r in results if r.record for s in getattr(r.record.series.get("update"), "steps", [])})
-        for step in steps or [expectation.step]:
+        for step in _recorded_steps(expectation.quantity, results) or [expectation.step]:
             line = fit(Slope(expectation.arm, expectation.quantity, step, expectation.side, expectation.bar), results)
             if line:
                 name, label = f"{expectation.arm} slope at step {step}", claim.labels[expectation.arm]
@@ -263,7 +308,7 @@ def _measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
         return numbers
     groups: dict[tuple[str, str, int], list[Result]] = {}
     for result in results:
-        role = "" if result.cell.role in ("main", "control") else f" {result.cell.role}"
+        role = "" if result.cell.role in MAIN else f" {result.cell.role}"
         groups.setdefault((result.cell.arm, role, result.cell.depth), []).append(result)
     for (arm, role, depth), runs in groups.items():
         gaps = [result.state.gap for result in runs if result.state.gap is not None and math.isfinite(result.state.gap)]
@@ -273,12 +318,18 @@ def _measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
     return numbers
 
 
+def _recorded_steps(quantity: str, results: Sequence[Result]) -> list[int]:
+    """Returns the steps at which any run recorded a quantity."""
+    records = [result.record for result in results if result.record is not None]
+    return sorted({step for record in records if quantity in record.series for step in record.series[quantity].steps})
+
+
 def _by_depth(
     results: Sequence[Result],
     arm: str,
     at: tuple[int, ...],
     at_least: int | None,
-    roles: tuple[Role, ...] = ("main", "control"),
+    roles: tuple[Role, ...] = MAIN,
 ) -> dict[int, list[Result]]:
     """Returns the runs of an arm by depth, from shallow to deep."""
     found: dict[int, list[Result]] = {}
@@ -288,11 +339,6 @@ def _by_depth(
         if cell.arm == arm and cell.role in roles and wanted:
             found.setdefault(cell.depth, []).append(result)
     return found
-
-
-def _values(expectation: Slope, results: Sequence[Result]) -> list[tuple[Result, float | None]]:
-    own = [result for result in results if result.cell.arm == expectation.arm]
-    return [(result, result.value(expectation.quantity, expectation.step)) for result in own]
 
 
 def _unknown(runs: list[Result]) -> Verdict:
