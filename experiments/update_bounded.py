@@ -9,7 +9,7 @@ within 5 % after 10 steps (Post-Norm at 96 blocks and SGD: 1.98). There the slop
 
 The theorem counts the branches' weight matrices alone. A pilot showed that the gains and biases of the norms, which no
 constant of DeepNorm shrinks, move the output by an amount that grows with the number of sublayers, so the arms
-"weights only" train a model without gains and biases beside the one that people train. The bar was not moved.
+`weights-*` train a model without gains and biases beside the one that people train. The bar was not moved.
 """
 
 from normscale.claims.claim import Claim, Profile, Slope
@@ -55,8 +55,8 @@ CLAIM = Claim(
         "post-adam": "Post-Norm (Adam)",
         "deepnorm-sgd": "DeepNorm (SGD)",
         "deepnorm-adam": "DeepNorm (Adam)",
-        "weights-sgd": "DeepNorm, weights only (SGD)",
-        "weights-adam": "DeepNorm, weights only (Adam)",
+        "weights-sgd": "DeepNorm without gains and biases (SGD)",
+        "weights-adam": "DeepNorm without gains and biases (Adam)",
     },
     control=(),
     expect=(
@@ -77,9 +77,9 @@ CLAIM = Claim(
         "The same small Transformer at 6 to 96 blocks takes 10 steps with a tiny learning rate. The update is how far "
         "the last hidden state of a fixed batch has moved from where it was before training, as a norm per token. A "
         "straight line through the logarithms of update and depth gives the slope: 0 means that depth does not "
-        "matter, 1 that twice the depth gives twice the update. A slope above 0.25 counts as growth. The arms "
-        "called weights only, added after a pilot had shown DeepNorm's growth, have no gains and no biases: the "
-        "theorem speaks of the weights of the branches and of nothing else."
+        "matter, 1 that twice the depth gives twice the update. A slope above 0.25 counts as growth. The theorem "
+        "speaks of the weight matrices inside the blocks and of nothing else, and of SGD. DeepNorm without gains and "
+        "biases, added after a pilot had shown DeepNorm's growth, is the trainable model nearest to that."
     ),
     paper={
         "post-sgd slope at step 1": "1.05 (theory, exact SGD step of a toy model)",

@@ -45,11 +45,11 @@ def mean(values: Sequence[float]) -> Estimate:
 def power_law(x: Sequence[float], y: Sequence[float]) -> Line | None:
     """Returns the least-squares line of log y over log x; None with fewer than two different x or a y not positive.
 
-    Every (depth, seed) is one point. The interval is the wider of two. The first takes the points for independent: n - 2
-    degrees of freedom. But the seeds of one depth share what that depth deviates from a power law, and would be counted
-    as so many confirmations of it; the second therefore fits the means of the depths, each with its number of seeds as
-    its weight, which is the same line, and has as many degrees of freedom as there are depths, less two. It needs three
-    depths: two are on a line whatever the curve, so they have no interval.
+    Every (depth, seed) is one point. The interval is the wider of two. One takes the points for independent: n - 2
+    degrees of freedom. But the seeds of a depth share what that depth deviates from a power law, and would be counted
+    as so many confirmations of it. The other therefore takes the mean residuals of the depths, weighted by seeds: the
+    line is the same, the degrees of freedom are the number of depths less two. Two depths have no interval, since
+    they are on a line whatever the curve.
 
     The interval speaks of other seeds and of how well a power law fits, not of other texts: all runs are measured on
     the same batch.

@@ -110,7 +110,11 @@ def _train(
 
 
 def _plan(claim: Claim, configs: list[tuple[Cell, RunConfig]]) -> Plan:
+    import torch
+
     from normscale.train.identity import run_id_of
+
+    torch.set_num_threads(1)  # as the workers do: it is part of what a run is
 
     plan = Plan(claim)
     for cell, config in configs:

@@ -179,7 +179,7 @@ def fit(expectation: Slope, results: Sequence[Result]) -> Line | None:
 
 
 def values_of(expectation: Slope, results: Sequence[Result]) -> list[tuple[Result, float | None]]:
-    """Returns the runs of a slope and what each recorded; those at another learning rate or length are no part of it."""
+    """Returns the runs of a slope and what each recorded; runs at another learning rate or length are left out."""
     own = [result for result in results if result.cell.arm == expectation.arm and result.cell.role in MAIN]
     return [(result, result.value(expectation.quantity, expectation.step)) for result in own]
 
@@ -215,7 +215,10 @@ def _dies(claim: Claim, expectation: Dies, results: Sequence[Result]) -> Part:
     long = _by_depth(results, expectation.arm, (), expectation.at_least, roles=("long",))
     low = _by_depth(results, expectation.arm, (), expectation.at_least, roles=("low-lr",))
     findings = [_dies_at(claim, expectation, depth, runs, results) for depth, runs in found.items()]
-    findings += [_repeated(label, depth, runs, "over 5x more steps", "5x steps") for depth, runs in long.items()]
+    findings += [
+        _repeated(label, depth, runs, "over 5x more steps", f"5x steps: {_states(runs)}")
+        for depth, runs in long.items()
+    ]
     details = [finding.detail for finding in findings]
     details += [f"lr/3, {depth} blocks: {_states(runs)}" for depth, runs in low.items()]
     decided = worst(findings)
@@ -226,16 +229,16 @@ def _dies(claim: Claim, expectation: Dies, results: Sequence[Result]) -> Part:
 def _dies_at(claim: Claim, expectation: Dies, depth: int, runs: list[Result], results: Sequence[Result]) -> Finding:
     """Returns what the runs of one depth say; the low-lr runs are part of it."""
     label = claim.labels[expectation.arm]
-    found = _repeated(label, depth, runs, "", f"{depth} blocks")
+    found = _repeated(label, depth, runs, "", f"{depth} blocks: {_states(runs)}")
     if found.verdict != "supported":
         return found
     low = _by_depth(results, expectation.arm, (depth,), None, roles=("low-lr",)).get(depth, [])
     if not low:
         brief = f"{label} at {depth} blocks was not tried at a 3x lower learning rate"
         return replace(found, verdict="inconclusive", brief=brief)
-    lower = _repeated(label, depth, low, "at a 3x lower learning rate", "")
+    lower = _repeated(label, depth, low, "at a 3x lower learning rate", found.detail)
     if lower.verdict != "supported":
-        return replace(lower, detail=found.detail)
+        return lower
     others = [_by_depth(results, arm, (depth,), None).get(depth, []) for arm in expectation.beside]
     trains = [bool(runs) and all(result.state.label == "trained" for result in runs) for runs in others]
     if trains and not any(trains):
@@ -243,9 +246,9 @@ def _dies_at(claim: Claim, expectation: Dies, depth: int, runs: list[Result], re
     return found
 
 
-def _repeated(label: str, depth: int, runs: list[Result], how: str, which: str) -> Finding:
+def _repeated(label: str, depth: int, runs: list[Result], how: str, detail: str) -> Finding:
     """Returns supported, and no line, if all runs are dead; refuted if one trained, else inconclusive."""
-    detail, after = f"{which}: {_states(runs)}", f" {how}" if how else ""
+    after = f" {how}" if how else ""
     verdicts: dict[Label, Verdict] = {"trained": "refuted", "missing": "inconclusive", "undecided": "inconclusive"}
     for wanted, verdict in verdicts.items():
         for result in runs:
@@ -262,7 +265,7 @@ def _death(runs: Sequence[Result], shallowest: int) -> str:
         return f"diverges from {shallowest} blocks on"
     if min(gaps) > -AT_UNIGRAM and not any(diverged):
         return f"stays at the unigram entropy from {shallowest} blocks on (gap at most {max(gaps):.2f} nats)"
-    how = "is stuck or diverges" if any(diverged) else "is stuck, not always at the unigram entropy,"
+    how = "is stuck or diverges" if any(diverged) else "is stuck at or above the unigram entropy"
     return f"{how} from {shallowest} blocks on (gap {min(gaps):.2f} to {max(gaps):.2f} nats)"
 
 
@@ -271,15 +274,12 @@ def _slope(claim: Claim, expectation: Slope, results: Sequence[Result]) -> Part:
     values = values_of(expectation, results)
     known = [value for _, value in values if value is not None]
     if not known:
-        return Part(says, "not run", f"{label} was not run", "no run has recorded it")
+        return Part(says, "not run", label, "no run has recorded it")
     line = fit(expectation, results)
     detail = f"{len(known)} of {len(values)} runs, {len({result.cell.depth for result, _ in values})} depths"
     if line is None or line.slope.lo is None or line.slope.hi is None:
-        odd = (
-            "its update is not finite or zero somewhere"
-            if line is None and len(known) == len(values)
-            else "too few runs"
-        )
+        usable = all(value > 0 and math.isfinite(value) for value in known)
+        odd = "too few depths" if usable else f"its {expectation.quantity} is not finite or zero somewhere"
         return Part(says, "inconclusive", f"{label} has no slope: {odd}", detail)
     lo, hi, bar = line.slope.lo, line.slope.hi, expectation.bar
     topic, interval = f"slope of the {expectation.quantity} over depth (bar {bar:g})", f"95 % {lo:.2f}..{hi:.2f}"

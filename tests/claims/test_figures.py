@@ -63,12 +63,12 @@ def test_the_update_figure_says_the_slopes_panel_by_panel(tmp_path: Path, drawn:
     assert [line.split(" (")[0] for line in told["SGD, after 10 steps"]] == [
         "Post-Norm: slope 1.05",
         "DeepNorm: slope 0.03",
-        "DeepNorm, weights only: slope 0.03",
+        "DeepNorm without gains and biases: slope 0.03",
     ]
     assert [line.split(" (")[0] for line in told["Adam, after 10 steps"]] == [
         "Post-Norm: slope 1.26",
         "DeepNorm: slope 0.51",
-        "DeepNorm, weights only: slope 0.51",
+        "DeepNorm without gains and biases: slope 0.51",
     ]
 
 

@@ -146,7 +146,7 @@ def test_markdown_has_verdict_figure_and_published_numbers(tmp_path: Path) -> No
     store(tmp_path / "runs", UPDATE, by_slope(SLOPES))
     written = write_report(tmp_path / "runs", [UPDATE], reports=tmp_path / "reports")
     text = (written.folder / "report.md").read_text()
-    assert "**REFUTED** - DeepNorm (Adam) slope 0.51" in text
+    assert "**REFUTED** - slope of the update over depth (bar 0.25): DeepNorm (Adam) 0.51, DeepNorm without" in text
     assert "![update-bounded](update-bounded.png)" in text
     assert (written.folder / "update-bounded.png").exists()
     assert "| DeepNorm (Adam), slope of the update over depth after 10 steps | 0.51 (0.4" in text

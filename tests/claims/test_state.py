@@ -60,6 +60,37 @@ def test_a_spike_that_stays_is_a_divergence_and_one_that_passes_is_none() -> Non
     assert unrecovered_rise(series({step: 5.0 - 0.01 * step for step in range(180)})) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("bad", "label"),
+    [
+        ((), "trained"),
+        ((180,), "diverged"),  # the last step was not applied
+        ((120,), "diverged"),  # the last third begins here
+        ((119,), "trained"),
+        ((3, 130), "diverged"),
+        (tuple(range(160, 181)), "diverged"),
+    ],
+)
+def test_a_run_that_skipped_steps_of_its_last_third_has_not_trained(bad: tuple[int, ...], label: str) -> None:
+    """A skipped step is recorded whenever it comes, the others every ten steps."""
+    steps = sorted({1, *range(10, 181, 10), *bad})
+    training = {step: math.nan if step in bad else 2.4 for step in steps}
+    flagged, unflagged, told = (record(0.9, training=training) for _ in range(3))
+    flagged.series["nonfinite"] = series({step: float(step in bad) for step in steps})
+    told.events = [{"kind": "event", "step": step, "event": "nonfinite"} for step in bad]
+    told.series["loss_train"] = series({step: 2.4 for step in steps})
+    for made in (flagged, unflagged, told):
+        state = state_of(made)
+        assert state.label == label
+        assert label == "trained" or state.why == f"not finite at step {max(bad)}, in the last third of the run"
+
+
+def test_a_gradient_that_is_not_finite_counts_as_a_loss_does() -> None:
+    made = record(0.9)  # every loss is finite
+    made.series["nonfinite"] = series({step: float(step == 170) for step in range(0, 181, 10)})
+    assert state_of(made).label == "diverged"
+
+
 def test_without_several_held_out_losses_the_training_loss_says_whether_it_moves() -> None:
     moving = {step: 4.0 - step / 180 for step in range(0, 181, 10)}
     made = record(0.0, training=moving)

@@ -1,10 +1,11 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from normscale.claims.claim import Cell, Claim, Dies, Profile, Slope, Trains
-from normscale.claims.verdict import Judgement, judge
+from normscale.claims.claim import Cell, Claim, Dies, Profile, Slope, Trains, Verdict
+from normscale.claims.verdict import Finding, Judgement, judge, worst
 from normscale.tracking.spool import RunRecord
 from tests.claims.synthetic import record, results
 
@@ -135,6 +136,38 @@ def test_a_smoke_run_is_never_a_verdict() -> None:
         assert verdict_of(make, "smoke").verdict == "not run"
 
 
+@pytest.mark.parametrize(
+    ("seeds", "says"),
+    [
+        ((STUCK, STUCK, record(0.05)), "stays at the unigram entropy from 24 blocks on (gap at most 0.05 nats)"),
+        (
+            (STUCK, STUCK, record(-2.3)),
+            "is stuck at or above the unigram entropy from 24 blocks on (gap -2.30 to 0.01 nats)",
+        ),
+        (
+            (STUCK, STUCK, record(0.9, outcome="nan")),
+            "is stuck or diverges from 24 blocks on (gap 0.01 to 0.01 nats)",
+        ),
+        ([record(0.9, outcome="nan")] * 3, "diverges from 24 blocks on"),
+    ],
+)
+def test_a_death_is_told_as_it_was_measured(seeds: Sequence[RunRecord], says: str) -> None:
+    def make(cell: Cell) -> RunRecord | None:
+        if cell.arm == "post" and cell.role == "main":
+            return seeds[0] if cell.depth == 48 else seeds[cell.seed]
+        return as_expected(cell)
+
+    judgement = verdict_of(make)
+    assert judgement.verdict == "supported"
+    assert judgement.headline.startswith(f"SUPPORTED - Post-Norm {says}; DeepNorm")
+
+
+def test_the_worst_finding_decides_and_of_equals_the_first() -> None:
+    verdicts: tuple[Verdict, ...] = ("supported", "not run", "inconclusive", "refuted", "refuted")
+    findings = [Finding(verdict, str(number)) for number, verdict in enumerate(verdicts)]
+    assert [worst(findings[:n]).brief for n in range(1, 6)] == ["0", "1", "2", "3", "3"]
+
+
 def slope_claim(side: Any, bar: float, seeds: int = 3) -> Claim:
     return depth_claim(
         profiles={"cpu": Profile({"post": {6: seeds, 12: seeds, 24: seeds, 48: seeds}})},
@@ -190,6 +223,54 @@ def test_a_slope_needs_all_its_runs_and_finite_numbers() -> None:
 
     for missing in (None, record(updates={10: float("nan")}), record(updates={10: 0.0}), record(updates={1: 5.0})):
         assert judge(claim, "cpu", results(claim, "cpu", make(missing))).verdict == "inconclusive"
+
+
+def test_a_slope_is_that_of_the_main_runs_alone() -> None:
+    """A run at a third of the learning rate has a third of the update."""
+    depths = {6: 2, 12: 2, 24: 2, 48: 2}
+    profile = Profile({"post": depths}, low_lr={"post": {48: 1}}, long={"post": {24: 1}})
+    claim = depth_claim(
+        profiles={"cpu": profile},
+        control=(Trains("post", at=(6,)),),
+        expect=(Slope("post", "update", step=10, side="above", bar=0.25),),
+    )
+
+    def make(cell: Cell) -> RunRecord:
+        update = float(cell.depth) * {"low-lr": 0.3, "long": 5.0}.get(cell.role, 1.0)
+        return record(updates={10: update}, steps=12)
+
+    judgement = judge(claim, "cpu", results(claim, "cpu", make))
+    assert judgement.measured[0].value == pytest.approx(1.0)
+    assert judgement.parts[0].detail == "slope 1.00 (95 % 1.00..1.00), 8 of 8 runs, 4 depths"
+
+
+def test_slopes_share_one_topic_and_the_refuted_come_first() -> None:
+    depths = {6: 1, 12: 1, 24: 1}
+    slopes = {"flat": 0.0, "steep": 1.0, "steeper": 1.5, "vague": 0.25}
+    claim = depth_claim(
+        arms={arm: {"model.scheme": "post"} for arm in slopes},
+        labels={arm: arm.capitalize() for arm in slopes},
+        profiles={"cpu": Profile({arm: depths for arm in slopes})},
+        control=(),
+        expect=tuple(Slope(arm, "update", step=10, side="not above", bar=0.25) for arm in slopes),
+    )
+
+    def make(cell: Cell) -> RunRecord:
+        wobble = 1.01 if cell.depth == 12 else 1.0
+        return record(updates={10: cell.depth ** slopes[cell.arm] * wobble}, steps=12)
+
+    assert judge(claim, "cpu", results(claim, "cpu", make)).headline == (
+        "REFUTED - slope of the update over depth (bar 0.25): Steep 1.00, Steeper 1.50; "
+        "inconclusive: Vague 0.25 (95 % 0.20..0.30); supported: Flat 0.00"
+    )
+
+
+def test_two_depths_have_no_slope_to_judge() -> None:
+    claim = slope_claim("above", 0.25)
+    claim = replace(claim, profiles={"cpu": Profile({"post": {6: 3, 48: 3}})})
+    made = results(claim, "cpu", lambda cell: record(updates={10: cell.depth * (1 + 0.01 * cell.seed)}, steps=12))
+    judgement = judge(claim, "cpu", made)
+    assert judgement.headline == "INCONCLUSIVE - Post-Norm has no slope: too few depths"
 
 
 def test_a_verdict_is_strict_json() -> None:

@@ -67,6 +67,8 @@ def test_the_update_claim_is_refuted_by_its_own_theory_under_adam() -> None:
         "supported",
         "refuted",
     ]
+    assert len(judgement.headline) < 250
+    assert judgement.headline.index("DeepNorm (Adam)") < judgement.headline.index("supported: Post-Norm (SGD)")
 
 
 @pytest.mark.slow
