@@ -84,6 +84,10 @@ sync: $(STAMP) ## replays the stored records into MLflow again (ARGS=)
 golden: $(STAMP) ## writes the golden losses anew, to be looked at in git diff
 	@NORMSCALE_WRITE_GOLDEN=1 $(PY) -m pytest -q -k golden
 
+.PHONY: bench
+bench: $(STAMP) ## measures start-up, building and stepping on this machine
+	@$(PY) -m tests.bench
+
 .PHONY: clean
 clean: ## removes the environment and caches, keeps runs and reports
 	@rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -93,5 +93,9 @@ CLAIM = Claim(
         "decoder-only and width 64 with 4 heads; Figure 5 has encoder and decoder, width 64, 2 heads",
         "10 steps at a learning rate small enough for the linear regime; the paper takes its training rate",
         "the paper shows one optimizer, Adam, although its theorem is about SGD; here both are judged",
+        "the theorem lets only the weights inside the blocks move; DeepNorm without gains and biases also trains the "
+        "embedding (which is the output matrix, too) and the learned positions. At 6 blocks 76 % of its update with "
+        "SGD comes from them, and 6 % with Adam. Held fixed in a trial of one seed, they left the slopes as they "
+        "were: -0.035 instead of -0.033 with SGD, 0.48 instead of 0.46 with Adam",
     ),
 )

@@ -137,7 +137,7 @@ class Claim:
     def _cell(self, scale: Profile, role: Role, arm: str, depth: int, seed: int) -> Cell:
         if arm not in self.arms:
             raise BadInput(f"claim {self.id}: the grid names an arm {arm!r}; the arms are {', '.join(self.arms)}")
-        settings = {**self.base, **self.arms[arm], **scale.set, self.depth_key: depth, "seed": seed}
+        settings = {**self.base, **scale.set, **self.arms[arm], self.depth_key: depth, "seed": seed}
         if role == "low-lr":
             settings["train.optim.lr"] /= LOW_LR
         if role in ("low-lr", "long"):

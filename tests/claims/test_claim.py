@@ -50,6 +50,15 @@ def test_the_name_of_a_run_is_no_part_of_its_numbers() -> None:
     assert first.numerical() == second.numerical()
 
 
+def test_the_size_of_a_profile_does_not_undo_what_an_arm_is() -> None:
+    arms = {"a": {"train.schedule.warmup_steps": 0}, "b": {}}
+    small = Profile({"a": {2: 1}, "b": {2: 1}}, set={"train.schedule.warmup_steps": 2})
+    warmups = [
+        cell.settings["train.schedule.warmup_steps"] for cell in claim(arms=arms, profiles={"cpu": small}).cells("cpu")
+    ]
+    assert warmups == [0, 2]
+
+
 def test_a_wrong_setting_is_one_line_that_names_claim_cell_and_key() -> None:
     made = claim(base={**claim().base, "train.optim.lrr": 1})
     with pytest.raises(BadInput, match=r"claim a-claim, L0002 a s0: .*lrr") as caught:
