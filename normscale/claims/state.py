@@ -96,7 +96,7 @@ def late_non_finite_step(record: RunRecord) -> int | None:
     bad |= {step for step, loss in zip(losses.steps, losses.values, strict=True) if not math.isfinite(loss)}
     bad |= {event["step"] for event in record.events if event["event"] == "nonfinite"}
     last = record.summary.get("steps") or max(flags.steps + losses.steps, default=0)
-    return max((step for step in bad if 3 * step > 2 * last), default=None)
+    return max((step for step in bad if 3 * step >= 2 * last), default=None)
 
 
 def drop_over_last_third(series: Series) -> float | None:
