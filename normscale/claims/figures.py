@@ -8,8 +8,9 @@ import numpy as np
 
 from normscale.claims.claim import Claim, Slope
 from normscale.claims.fit import mean
-from normscale.claims.state import AT_UNIGRAM, TRAINED
+from normscale.claims.state import AT_UNIGRAM
 from normscale.claims.verdict import Result, fit, values_of
+from normscale.tracking.record import TRAINED_NATS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,8 +60,8 @@ def _gap(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     axes.axhspan(SHOWN_FROM, AT_UNIGRAM, color="#000000", alpha=0.06, lw=0)
     axes.axhline(0, color=GREY, lw=1)
     axes.text(0.005, -0.015, "unigram entropy", transform=_mixed(axes), va="top", color=GREY, fontsize=9)
-    axes.axhline(TRAINED, color=GREY, lw=0.8, ls=":")
-    axes.text(0.005, TRAINED + 0.01, "trained from here up", transform=_mixed(axes), color=GREY, fontsize=9)
+    axes.axhline(TRAINED_NATS, color=GREY, lw=0.8, ls=":")
+    axes.text(0.005, TRAINED_NATS + 0.01, "trained from here up", transform=_mixed(axes), color=GREY, fontsize=9)
     axes.text(0.005, SHOWN_FROM + 0.02, "stuck or diverged", transform=_mixed(axes), color=GREY, fontsize=9)
     for number, arm in enumerate(claim.arms):
         own = [result for result in main if result.cell.arm == arm]

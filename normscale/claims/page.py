@@ -7,8 +7,9 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from normscale.claims.claim import Slope
-from normscale.claims.state import AT_UNIGRAM, SPIKE, STANDSTILL, TRAINED
+from normscale.claims.state import AT_UNIGRAM, SPIKE, STANDSTILL
 from normscale.claims.verdict import ROLES, Measured, Part, Result, describe
+from normscale.tracking.record import TRAINED_NATS
 
 if TYPE_CHECKING:
     from normscale.claims.report import Reported
@@ -197,8 +198,8 @@ def _reading() -> str:
         "<h2>How to read this</h2><ul>"
         "<li><b>Unigram entropy</b>: the loss of a model that knows how often each byte occurs and nothing else, on "
         "the very text that the held-out loss is measured on. The gap is how far a run is below it.</li>"
-        f"<li><b>Trained</b>: at least {TRAINED} nats below it. <b>Stuck</b>: less than {AT_UNIGRAM} nats below it and "
-        f"improving by less than {STANDSTILL} nats over the last third of the run, or creeping towards it from above. "
+        f"<li><b>Trained</b>: at least {TRAINED_NATS} nats below it. <b>Stuck</b>: less than {AT_UNIGRAM} nats below it "
+        f"and improving by less than {STANDSTILL} nats over the last third of the run, or creeping towards it from above. "
         "<b>Diverged</b>: not finite at its end or at any step of its last third, or a "
         f"training loss that ends {SPIKE} nats or more above an earlier level. <b>Undecided</b>: none of these.</li>"
         "<li>A run that was lost with its machine is <b>missing</b>, which is no measurement.</li>"

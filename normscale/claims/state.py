@@ -10,13 +10,10 @@ from typing import Literal
 
 import numpy as np
 
+from normscale.tracking.record import TRAINED_NATS
 from normscale.tracking.spool import RunRecord, Series
 
 Label = Literal["trained", "stuck", "diverged", "undecided", "missing"]
-
-TRAINED = 0.2
-"""A run has trained when its held-out loss is this far below the unigram entropy. Knowing the byte before is worth
-about 0.7 nats on English and on source text, so 0.2 takes context, and no sampling of the held-out text gives it."""
 
 AT_UNIGRAM = 0.1
 """Half of that: what a few thousand held-out bytes can differ in from the whole split without any learning."""
@@ -75,7 +72,7 @@ def state_of(record: RunRecord | None) -> State:
         return State("diverged", f"not finite at step {step}, in the last third of the run", loss, gap, improved)
     if (rise := unrecovered_rise(training)) > SPIKE:
         return State("diverged", f"the training loss ends {rise:.2f} nats above where it was", loss, gap, improved)
-    if gap >= TRAINED - _ROUNDING:
+    if gap >= TRAINED_NATS - _ROUNDING:
         return State("trained", f"{gap:.2f} nats below the unigram entropy", loss, gap, improved)
     moving = "an unknown amount" if improved is None else f"{improved:.3f} nats"
     side = "below" if gap >= 0 else "above"

@@ -19,9 +19,10 @@ def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
     """Returns the state of a claim's view; `by_cell` groups seeds of one arm and depth to a line with a band."""
     same = {"isGenerated": False, "deleted": False}
     sections = ["1 Verdict", "2 Loss", "3 Gradients over depth", "4 Residual stream", "5 Health"]
+    # A claim about signals takes steps too few and too small to learn by: its chart is the update, not the loss.
+    verdict = ["5-update/drift"] if manifest.family == "signals" else ["0-end/gap", "0-end/gslope"]
     charts = [
-        _scatter("layers", "0-end/gap", 0),
-        _scatter("layers", "0-end/gslope", 0),
+        *(_scatter("layers", metric, 0) for metric in verdict),
         _line("1-loss/val", 1, "linear"),
         _line("1-loss/train", 1, "linear"),
         _images("3-grad/heat", 2),
@@ -44,8 +45,7 @@ def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
         "modelVersionFilter": "All Runs",
         "selectedColumns": [
             "tags.`outcome`",
-            "metrics.`0-end/gap`",
-            "metrics.`0-end/gslope`",
+            *(f"metrics.`{metric}`" for metric in verdict),
             "params.`layers`",
             "params.`scheme`",
             "params.`lr`",
