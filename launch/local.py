@@ -27,6 +27,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 AGENT_LINE = re.compile(rb"^[EWIC]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
 AGENT_FAILURE = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+AGENT_SUMMARY = re.compile(rb"^  rank +: (\d+) |^  exitcode +: (-?\d+) ")
 AGENT_FRAME = re.compile(rb'^  File ".*accelerate/commands/')
 
 
@@ -78,11 +79,28 @@ class AgentNoise:
         """Returns the first failed rank as the agent saw it, for ranks that left no status."""
         for line in self.dropped:
             if found := AGENT_FAILURE.search(line):
-                code, rank = int(found[1]), int(found[2])
-                if code < 0:
-                    return Failure(rank, 1, f"killed by {_signal_name(-code)}" + " (out of memory?)" * (code == -9))
-                return Failure(rank, code, f"ended with exit code {code}")
+                return _failure(int(found[2]), int(found[1]))
         return None
+
+    def killed(self) -> Failure | None:
+        """Returns the first rank that a signal killed, if any, but not one that the agent itself asked to end."""
+        rank = 0
+        for line in self.dropped:
+            if found := AGENT_SUMMARY.match(line):
+                if found[1]:
+                    rank = int(found[1])
+                elif int(found[2]) < 0 and -int(found[2]) != signal.SIGTERM:
+                    return _failure(rank, int(found[2]))
+        seen = self.failure()
+        return seen if seen is not None and seen.error.startswith("was killed") else None
+
+
+def _failure(rank: int, code: int) -> Failure:
+    if code < 0:
+        return Failure(
+            rank, 1, f"was killed by {_signal_name(-code)}" + " (out of memory?)" * (code == -signal.SIGKILL)
+        )
+    return Failure(rank, code, f"ended with exit code {code}")
 
 
 def run(command: Command, grace_s: float = GRACE_S) -> int:
@@ -116,7 +134,10 @@ def run(command: Command, grace_s: float = GRACE_S) -> int:
         if signals:
             say_error(f"stopped by {_signal_name(signals[0])}")
             return 128 + signals[0]
-        return _report(process.returncode, first_failure(Path(folder)), noise)
+        killed = noise.killed()
+        if killed is not None and not (Path(folder) / f"rank{killed.rank}.status").exists():
+            return _report(process.returncode, None, noise, killed)  # what the others met then is not the reason
+        return _report(process.returncode, first_failure(Path(folder)), noise, noise.failure())
 
 
 def first_failure(folder: Path) -> Failure | None:
@@ -133,15 +154,17 @@ def first_failure(folder: Path) -> Failure | None:
     return min(same, key=lambda one: one.rank)
 
 
-def _report(returncode: int, failure: Failure | None, noise: AgentNoise) -> int:
-    """Returns the exit code of the launch; rank 0 has said its own line already."""
+def _report(returncode: int, failure: Failure | None, noise: AgentNoise, seen: Failure | None) -> int:
+    """Returns the exit code of the launch, from what a rank left or else from what the agent saw.
+
+    Rank 0 has said its own line already.
+    """
     if failure is not None:
         if failure.rank != 0:
             say_error(f"rank {failure.rank}: {failure.error}")
         return failure.exit_code
     if returncode == 0:
         return 0
-    seen = noise.failure()
     if seen is not None:
         say_error(f"rank {seen.rank} {seen.error}; the other ranks were stopped")
         return seen.exit_code
@@ -176,14 +199,14 @@ def _forward_signals(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def _pump(stream: IO[bytes], noise: AgentNoise) -> None:
-    out = sys.stderr.buffer
+    def say(lines: list[bytes]) -> None:
+        with contextlib.suppress(OSError):  # nobody reads our stderr; the ranks must be able to write theirs
+            sys.stderr.buffer.write(b"".join(lines))
+            sys.stderr.buffer.flush()
+
     for line in stream:
-        for kept in noise.feed(line):
-            out.write(kept)
-        out.flush()
-    for kept in noise.flush():
-        out.write(kept)
-    out.flush()
+        say(noise.feed(line))
+    say(noise.flush())
 
 
 def end_descendants(wait_s: float = 5.0) -> None:

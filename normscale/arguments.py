@@ -1,16 +1,58 @@
 """What the command lines of normscale and of the launchers share: one-line errors and exit codes."""
 
 import argparse
+import errno
 import os
+import re
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn, TextIO, cast
 
 from normscale.errors import BadInput, NormscaleError, nearest
 
 Say = Callable[[str], None]
+
+_NO_MEMORY = re.compile(r"can't allocate memory|cannot allocate memory|out of memory|not enough memory", re.I)
+_RANKS = re.compile(r"gloo|nccl|process ?group|TCPStore|c10d", re.I)
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|time[d ]*-?out|remote ?error|remote process|"
+    r"closed by peer|failed to (recv|send)",
+    re.I,
+)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to end; whatever ends well on Ctrl-C does so here too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Turns the first SIGTERM or SIGHUP of the block into Stopped; further ones do not disturb the ending.
+
+    A signal that is ignored (nohup) stays so.
+    """
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    before = [(number, signal.signal(number, stop)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,14 +81,26 @@ def exit_code_of(error: BaseException) -> tuple[int, str]:
     """
     if isinstance(error, NormscaleError):
         return error.exit_code, str(error)
+    if isinstance(error, Stopped):
+        return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if isinstance(error, MemoryError):
-        return 1, "out of memory; make the model, the batch or the context smaller"
     name = type(error).__name__
     text = " ".join(str(error).split())
+    if _is_out_of_memory(error, text):
+        return 1, "out of memory; make the model, the batch or the context smaller"
+    if isinstance(error, RuntimeError) and _RANKS.search(f"{name} {text}") and _LOST.search(text):
+        return 1, "lost the connection to another rank; the first rank that failed says why"
     what = f"{name}: {text[:300]}" if text else name
     return 1, f"this is a bug in normscale: {what}; traceback: {_keep_traceback(error)}"
+
+
+def _is_out_of_memory(error: BaseException, text: str) -> bool:
+    """Returns whether memory ran out; torch says so with errors of its own, on the CPU by their text alone."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text) is not None)
 
 
 def _keep_traceback(error: BaseException) -> str:
@@ -66,14 +120,75 @@ def debugging() -> bool:
     return os.environ.get("NORMSCALE_DEBUG", "") not in ("", "0")
 
 
-def run_command(command: Callable[[], int], say: Say = say_error) -> int:
-    """Returns the exit code of a command, having said in one line why it failed."""
+class _Lasting:
+    """A standard stream that may be lost at any time: what cannot be said is dropped, and what goes on goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        self.lost = self.lost or error
+        with suppress(OSError, ValueError):  # what is still buffered goes where writing works
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            self._stream.flush()
+
+
+@contextmanager
+def _lasting_streams() -> Iterator[_Lasting]:
+    """Makes stdout and stderr outlive their readers and full disks for the block; gives stdout.
+
+    A stream that was closed before we started (`>&-`) becomes /dev/null, so that no other file gets its number.
+    """
+    before = sys.stdout, sys.stderr
+    if None in before:  # the lowest free number is the one that is missing
+        while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(null, True)
+        os.close(null)
+    out, err = (_Lasting(stream or open(os.devnull, "w", encoding="utf-8")) for stream in before)  # noqa: SIM115
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
     try:
-        code = command()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+
+
+def run_command(command: Callable[[], int], say: Say = say_error) -> int:
+    """Returns the exit code of a command, having said in one line why it failed.
+
+    The code is that of the command even where nobody reads its output any more, as after `head`.
+    """
+    with _lasting_streams() as out:
+        code = _run(command, say)
+        out.flush()
+        if out.lost is not None and not isinstance(out.lost, BrokenPipeError):
+            say_error(f"stdout: some output was lost ({out.lost.strerror})")
+    return code
+
+
+def _run(command: Callable[[], int], say: Say) -> int:
+    try:
+        return command()
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except (Exception, KeyboardInterrupt) as error:
@@ -81,4 +196,4 @@ def run_command(command: Callable[[], int], say: Say = say_error) -> int:
             traceback.print_exception(error)
         code, line = exit_code_of(error)
         say(line)
-    return code
+        return code

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normscale.arguments import Parser, refuse_unknown, run_command, say_error
+from normscale.arguments import Parser, Stopped, refuse_unknown, run_command, say_error, stoppable
 from normscale.errors import BadInput, NonFiniteStop
 
 if TYPE_CHECKING:
@@ -29,15 +29,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of one command."""
     words = list(sys.argv[1:] if argv is None else argv)
     said: list[str] = []
+    stopped: list[Stopped] = []
 
     def say(line: str) -> None:
         said.append(line)
+        if _status_dir() and stopped:
+            return  # the launcher that stopped us says why
         if _rank() == 0:
             say_error(line)
         elif not _status_dir():  # with a status folder the launcher says it, once
             say_error(f"rank {_rank()}: {line}")
 
-    code = run_command(lambda: _run(words), say)
+    def run() -> int:
+        try:
+            return _run(words)
+        except Stopped as error:
+            stopped.append(error)
+            raise
+
+    code = run_command(run, say)
     _leave_status(code, " ".join(said))
     return code
 
@@ -111,15 +121,38 @@ def _first_line() -> str:
 def _loaded(words: Sequence[str], command: str) -> "Loaded":
     from normscale.config.load import read
 
-    if not words or ("=" in words[0] and not Path(words[0]).exists()):
+    if not words or ("=" in words[0] and not os.path.exists(words[0])):  # False also for what cannot be a name
         raise BadInput(
             f"{command}: no configuration; name a YAML file first, as in: {command} configs/train/quick.yaml"
         )
     return read(Path(words[0]), words[1:])
 
 
+def _check_folder(folder: Path, key: str, made: bool) -> None:
+    """Raises BadInput unless a folder of runs is there; with `made`, unless its name could be a folder's."""
+    from normscale.config.sources import plain
+
+    shown = plain(str(folder), 200)
+    try:
+        found = folder.is_dir()
+        os.lstat(folder / ("x" * 100) / ("x" * 20))  # a run and a file in it
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{key}: {shown} cannot be a folder ({reason}); choose another") from None
+    if not made and not found:
+        raise BadInput(f"{key}: {shown} is not a folder of runs; train something first, or name the folder with {key}")
+
+
 def _train(options: argparse.Namespace) -> int:
+    with stoppable():  # a scheduler that takes the machine back sends SIGTERM
+        return _train_until_stopped(options)
+
+
+def _train_until_stopped(options: argparse.Namespace) -> int:
     loaded = _loaded(options.words, "normscale train")
+    _check_folder(Path(loaded.config.tracking.runs), "tracking.runs", made=True)
     from normscale.models.plan import resolve
     from normscale.progress import Progress
     from normscale.train.run import run
@@ -129,6 +162,11 @@ def _train(options: argparse.Namespace) -> int:
     if _rank() != 0:
         return _exit_code(run(loaded.config, fresh=options.fresh))
     tracking = loaded.config.tracking
+    if tracking.uri is not None:
+        from normscale.tracking.mlflow_store import check_place
+
+        with loaded.sources.placed():
+            check_place(tracking.uri)
     progress = Progress()
     with contextlib.ExitStack() as stack:
 
@@ -181,7 +219,9 @@ def _say_result(result: "RunResult", uri: str | None) -> None:
     print(said)
     print(f"run folder: {result.run_dir}")
     if uri is not None:
-        print(f"MLflow: {uri} (normscale ui opens it)")
+        from normscale.tracking.sink_process import ui_words
+
+        print(f"MLflow: {ui_words(uri, DEFAULT_URI)}")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -219,12 +259,14 @@ def _claim_run(options: argparse.Namespace) -> int:
     ids = [*options.words, *(["core"] if options.core else [])]
     if not ids:
         raise BadInput("claim run: no claim; name one of normscale claim list, or give --core")
+    _check_folder(options.runs, "--runs", made=True)
     return run_claims(ids, options.profile, runs=options.runs, uri=options.uri, workers=options.workers)
 
 
 def _claim_report(options: argparse.Namespace) -> int:
     from normscale.claims.report import publish, write_report
 
+    _check_folder(options.runs, "--runs", made=False)
     written = write_report(options.runs)
     print(written)
     for path in publish(written) if options.publish else []:
@@ -236,6 +278,7 @@ def _sync(options: argparse.Namespace) -> int:
     from normscale.tracking.mlflow_sink import sync
     from normscale.tracking.mlflow_store import resolve
 
+    _check_folder(options.runs, "--runs", made=False)
     report = sync(options.runs, resolve(options.uri))
     print(report)
     return 0 if report.ok else 1

@@ -1,14 +1,18 @@
 """One line and an exit code for whatever ends a command."""
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from normscale.arguments import refuse_unknown, run_command
+from normscale.arguments import refuse_unknown, run_command, stoppable
 from normscale.errors import BadInput, ConfigError, NonFiniteStop, RunFailed
+
+NO_MEMORY = "out of memory; make the model, the batch or the context smaller"
+LOST = "lost the connection to another rank; the first rank that failed says why"
 
 
 def raising(error: BaseException):
@@ -25,6 +29,15 @@ def raising(error: BaseException):
         (RunFailed("worker 3 ended"), 1, "worker 3 ended"),
         (NonFiniteStop("loss is NaN at step 7"), 3, "loss is NaN at step 7"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 1, NO_MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."), 1, NO_MEMORY),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate"), 1, NO_MEMORY),
+        (RuntimeError("CUDA error: out of memory"), 1, NO_MEMORY),
+        (OSError(12, "Cannot allocate memory"), 1, NO_MEMORY),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:5"), 1, LOST),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection reset by peer"), 1, LOST),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"), 1, LOST),
+        (type("DistBackendError", (RuntimeError,), {})("NCCL error: remote process exited or timeout"), 1, LOST),
     ],
 )
 def test_code_and_line(error: BaseException, code: int, line: str):
@@ -65,8 +78,57 @@ def test_a_help_text_is_no_failure():
     assert run_command(lambda: sys.exit(0)) == 0
 
 
-def test_a_reader_that_leaves_is_no_error():
-    code = "import normscale.arguments as a; raise SystemExit(a.run_command(lambda: print('line\\n' * 10**6) or 0))"
-    command = f'{shlex.quote(sys.executable)} -c "{code}" | head -1'
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize(
+    ("where", "out", "err"),
+    [
+        ("| head -n 1", "line\n", "on\n"),
+        (">/dev/full", "", "on\nnormscale: stdout: some output was lost (No space left on device)\n"),
+        (">&-", "", "on\n"),
+        (">/dev/full 2>&1", "", ""),
+        (">&- 2>&-", "", ""),
+    ],
+)
+def test_a_lost_output_ends_nothing_and_the_code_is_the_command_s(where: str, out: str, err: str, code: int):
+    script = f"""
+import os, sys, normscale.arguments as a
+def command():
+    for _ in range(20):
+        print('line', flush=True)
+        print('line' * 10**4)
+    os.close(os.open(os.devnull, os.O_RDONLY)) if os.open(os.devnull, os.O_RDONLY) > 2 else sys.exit(9)
+    print('on', file=sys.stderr)
+    return {code}
+raise SystemExit(a.run_command(command))
+"""
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} {where}"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "line\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_once_and_the_handlers_come_back(number: int, code: int):
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    said: list[str] = []
+
+    def command() -> int:
+        with stoppable():
+            try:
+                signal.raise_signal(number)
+            finally:
+                signal.raise_signal(number)  # the ending is not disturbed
+                signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    assert run_command(command, said.append) == code
+    assert said == [f"stopped by {signal.Signals(number).name}"]
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,11 +1,18 @@
 """The command line as a person meets it: codes, one line on stderr, no traceback, nothing left behind."""
 
 import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from normscale.cli import main
+from normscale.tracking.spool import read_run
 
 ROOT = Path(__file__).parents[1]
 QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
@@ -41,6 +48,112 @@ def test_bad_input_is_one_line_and_code_2(
     assert says in err
     assert not out
     assert not list(tmp_path.iterdir())
+
+
+LONG = "x" * 300
+PROBED = ["tracking.uri=null", "probes.update.steps=[1]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["claim", "report", "--runs", "nowhere"], "--runs: nowhere is not a folder of runs"),
+        (["sync", "--runs", "nowhere"], "--runs: nowhere is not a folder of runs"),
+        (["sync", "--runs", QUICK], "is not a folder of runs"),
+        (["claim", "report", "--runs", QUICK], "is not a folder of runs"),
+        (["sync", "--runs", LONG], "File name too long"),
+        (["claim", "run", "core", "--runs", LONG], "File name too long"),
+        (["train", f"{LONG}=1"], "no configuration"),
+        (["train", QUICK, f"tracking.runs={LONG}"], "tracking.runs: xxx"),
+        (["train", QUICK, "tracking.uri=foo://bar"], "tracking.uri: 'foo://bar' is not the address"),
+        (["train", QUICK, "tracking.uri=sqlite:////proc/x/m.db"], "cannot write /proc/x/m.db"),
+        (["train", QUICK, *PROBED, "probes.update.sequences=90000"], "probes.update.sequences: 90000 is too many; "),
+    ],
+)
+def test_places_that_cannot_be_are_bad_input(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    test_bad_input_is_one_line_and_code_2(words, says, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 200_000, "[]", '{"id": 1, "profile": 2, "cells": [{"run": 3}]}', "\xff"])
+def test_a_broken_manifest_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "depth-postnorm-dies-cpu.json").write_text(text, encoding="latin-1")
+    assert main(["claim", "report", "--runs", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "depth-postnorm-dies-cpu.json: is not a claim manifest" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("sqlite:///mlflow.db", "MLflow: normscale ui"),
+        ("sqlite:///a b.db", "MLflow: normscale ui --uri 'sqlite:///a b.db'"),
+        ("http://127.0.0.1:5000", "MLflow: http://127.0.0.1:5000"),
+        ("postgresql://h/db", "MLflow: mlflow server --backend-store-uri postgresql://h/db"),
+    ],
+)
+def test_the_command_that_shows_a_run_is_said(uri: str, says: str, capsys: pytest.CaptureFixture[str]):
+    from normscale.cli import _say_result
+    from normscale.train.run import RunResult
+
+    _say_result(RunResult("r", Path("r"), "finished", 0, {}), uri)
+    assert capsys.readouterr().out.splitlines()[-1] == says
+
+
+SMALL = ["tracking.uri=null", "train.eval_batches=1", "model.M=2", "data.max_bytes=40_000"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_an_end_and_a_status(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    stop = lambda self, step, steps, loss: signal.raise_signal(number) if step == 2 else None  # noqa: E731
+    monkeypatch.setattr("normscale.progress.Progress.__call__", stop)
+    assert main(["train", QUICK, *SMALL, f"tracking.runs={tmp_path}", "train.steps=9"]) == code
+    (run_dir,) = tmp_path.iterdir()
+    end = read_run(run_dir).end
+    assert end is not None
+    assert (end["outcome"], end["exit_code"]) == ("interrupted", code)
+    assert json.loads((run_dir / "rank0.status").read_text()) == {"exit_code": code, "outcome": "interrupted"}
+    assert capsys.readouterr().err == f"normscale: stopped by {signal.Signals(number).name}\n"
+
+
+def test_records_that_are_gone_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    delete = lambda self, step, steps, loss: shutil.rmtree(next(tmp_path.iterdir())) if step == 2 else None  # noqa: E731
+    monkeypatch.setattr("normscale.progress.Progress.__call__", delete)
+    assert main(["train", QUICK, *SMALL, f"tracking.runs={tmp_path}", "train.steps=4"]) == 1
+    err = capsys.readouterr().err
+    assert "it was deleted during the run" in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_records_no_writer_made_do_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["train", QUICK, *SMALL, f"tracking.runs={tmp_path}", "train.steps=2"]
+    assert main(words) == 0
+    (spool,) = tmp_path.glob("*/spool.jsonl")
+    with spool.open("a") as file:
+        for record in ({"kind": "end", "t": 1, "attempt": 9, "outcome": "finished"}, {"kind": "start", "attempt": "x"}):
+            file.write(json.dumps(record) + "\n")
+    assert main(words) == 0
+    assert "finished before" in capsys.readouterr().out
+    assert main([*words, "--fresh"]) == 0
+
+
+@pytest.mark.slow
+def test_training_outlives_the_reader_of_its_output(tmp_path: Path):
+    words = [QUICK, *SMALL, f"tracking.runs={tmp_path}", "train.steps=4"]
+    train = shlex.join([sys.executable, "-m", "normscale", "train", *words])
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{train} | true"], env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    (run_dir,) = tmp_path.iterdir()
+    assert read_run(run_dir).finished
 
 
 def test_check_says_depth_and_parameters(capsys: pytest.CaptureFixture[str]):

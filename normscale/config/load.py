@@ -7,6 +7,7 @@ is one line: key, value, what is allowed, the nearest name, and the place.
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,12 +150,15 @@ def _file(path: Path, sources: Sources, chain: tuple[Path, ...] = (), by: str = 
 def _text(path: Path, by: str) -> str:
     name = plain(str(path), 200)
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"{name}: a folder; name a YAML file in it{by}")
+        if not stat.S_ISREG(mode):  # a pipe might never come to an end
+            raise ConfigError(f"{name}: not a regular file; name a YAML file{by}")
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{name}: {_absent(path)}{by}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{name}: a folder; name a YAML file in it{by}") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}{by}") from error
     if len(data) > MAX_BYTES:
@@ -167,6 +171,8 @@ def _text(path: Path, by: str) -> str:
 
 
 def _absent(path: Path) -> str:
+    if path.is_symlink():
+        return f"a link to {plain(os.readlink(path), 200)}, which is not there"
     try:
         names = {file.stem: file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")}
     except OSError:
@@ -266,8 +272,12 @@ def _mistake(error: Mapping[str, Any], sources: Sources) -> str:
         known -= 1
     key, inside = _dotted(loc[:known]), loc[known:]
     if error["type"] == "extra_forbidden":
-        name, section = str(inside[0]), f"{key}." if key else ""
+        key, name = _dotted(loc[:-1]), str(loc[-1])
+        section = f"{key}." if key else ""
         where = sources.where(f"{section}{name}")
+        if keys.is_key(f"{section}{name}"):  # only words on the command line may have dots
+            first, _, rest = name.partition(".")
+            return f"{section}{name}: write {first}: with {rest.replace('.', ': with ')}: below it{where}"
         return f"{section}{plain(name)}: no such key{keys.hint(key, name)}{where}"
     if error["type"] == "conflict":
         about = error["ctx"]["keys"] or (key,)

@@ -103,16 +103,16 @@ class Batches:
         }
 
 
-def held_out_batches(corpus: Corpus, context: int, batch: int, n: int) -> list[MicroBatch]:
+def held_out_batches(corpus: Corpus, context: int, batch: int, n: int, key: str = "train.batch") -> list[MicroBatch]:
     """Returns the first n batches of the held-out split in a fixed mixed order, or as many as it fills.
 
     The order does not follow the corpus, where n small batches would come from one file. It is the same for every
-    seed, rank and number of ranks.
+    seed, rank and number of ranks. `key` is where the configuration says `batch`.
 
     Raises:
         DataError: a split does not fill one batch.
     """
-    require(corpus, context, batch)
+    require(corpus, context, batch, key)
     rows = rows_of(packed(corpus, "held_out", context))
     return [_micro_batch(rows[samples]) for samples in batches(len(rows), batch, HELD_OUT_SEED, 0)[:n]]
 

@@ -114,18 +114,19 @@ def packed(corpus: Corpus, split: Split, context: int) -> Any:
     return datasets.Dataset(pa.table({COLUMN: values})).with_format("torch")
 
 
-def require(corpus: Corpus, context: int, batch: int) -> None:
+def require(corpus: Corpus, context: int, batch: int, key: str = "train.batch") -> None:
     """Checks that each split fills one batch, and raises a `DataError` with the numbers where one does not."""
     if min(corpus.train.size, corpus.held_out.size) < batch * context + 1:
-        raise too_short(corpus, context, batch)
+        raise too_short(corpus, context, batch, key)
 
 
-def too_short(corpus: Corpus, context: int, batch: int) -> DataError:
-    """Returns the error that says how many bytes there are and how many are needed."""
+def too_short(corpus: Corpus, context: int, batch: int, key: str = "train.batch") -> DataError:
+    """Returns the error that says how many bytes there are and how many are needed; `key` gave the batch."""
+    thing = "data.source" if key == "train.batch" else f"{key}: {batch} is too many; data.source"
     return DataError(
-        f"data.source: {corpus.name!r} is too short: one batch of {batch} x {context} needs {batch * context + 1} "
+        f"{thing}: {corpus.name!r} is too short: one batch of {batch} x {context} needs {batch * context + 1} "
         f"bytes in each split, training has {corpus.train.size} and held-out {corpus.held_out.size}; give more text, "
-        "or change data.max_bytes, data.held_out, train.batch or model.context"
+        f"or change data.max_bytes, data.held_out, {key} or model.context"
     )
 
 

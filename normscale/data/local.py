@@ -7,15 +7,18 @@ to be kept in step with the files.
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from normscale.config.schema import DataConfig
+from normscale.config.sources import plain
 from normscale.data.rows import Row, Source, document, held_by_position
 from normscale.errors import DataError, nearest
 
 ALLOWED = "a .txt file, a folder of .txt files, a .jsonl file, 'embedded' or 'hub:owner/name'"
 BLOCK_BYTES = 4096
+MAX_COMPARED, MAX_NAME = 1000, 255  # of the names that a suggestion is looked for in
 
 
 def read(config: DataConfig) -> Source:
@@ -27,7 +30,8 @@ def read(config: DataConfig) -> Source:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise DataError(f"data.source: {source!r} does not exist{_suggest(path)}; give {ALLOWED}") from None
+        missing = f"{_shown(source)} does not exist{_suggest(path)}"
+        raise DataError(f"data.source: {missing}; give {ALLOWED}") from None
     except OSError as e:
         raise _unreadable(source, path, e) from None
     if stat.S_ISDIR(mode):
@@ -61,25 +65,26 @@ def _blocks(config: DataConfig, paths: list[Path], size: int) -> Iterator[Row]:
     index = 0
     for path in paths:
         try:
+            name = plain(path.name, 300)  # a name need not be text
             with open(path, "rb") as file:
                 start = 0
                 while text := file.read(size):
-                    yield Row(f"{path.name}:{start}", text, held_by_position(index, config.held_out))
+                    yield Row(f"{name}:{start}", text, held_by_position(index, config.held_out))
                     index, start = index + 1, start + len(text)
         except OSError as e:
             raise _unreadable(config.source, path, e) from None
 
 
 def _lines(config: DataConfig, path: Path) -> Iterator[Row]:
-    index = 0
+    index, name = 0, plain(path.name, 300)
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no part of the text
                 if line.strip():
-                    text = _field(config, line, f"{path.name}:{number}")
-                    yield Row(f"{path.name}:{number}", text, held_by_position(index, config.held_out))
+                    text = _field(config, line, f"{name}:{number}")
+                    yield Row(f"{name}:{number}", text, held_by_position(index, config.held_out))
                     index += 1
     except OSError as e:
         raise _unreadable(config.source, path, e) from None
@@ -100,8 +105,8 @@ def _field(config: DataConfig, line: bytes, place: str) -> bytes:
         raise DataError(f"data.source: {place} is not a JSON object; each line is to be like {{{config.field!r}: ...}}")
     if config.field not in record:
         raise DataError(
-            f"data.field: {config.field!r} is not in {place}{nearest(config.field, list(record))} (the line has: "
-            f"{', '.join(record) or 'nothing'}); set data.field"
+            f"data.field: {config.field!r} is not in {place}{_nearest(config.field, record)} (the line has: "
+            f"{_some(record) or 'nothing'}); set data.field"
         )
     return document(record[config.field], place, config.field)
 
@@ -117,13 +122,33 @@ def _texts_in(source: str, folder: Path) -> list[Path]:
 
 
 def _unreadable(source: str, path: Path, error: OSError) -> DataError:
-    place = "" if str(path) == source else f" at {path}"
-    return DataError(f"data.source: {source!r} cannot be read{place} ({error.strerror}); check path and permissions")
+    place = "" if str(path) == source else f" at {plain(str(path), 300)}"
+    return DataError(
+        f"data.source: {_shown(source)} cannot be read{place} ({error.strerror}); check path and permissions"
+    )
 
 
 def _suggest(path: Path) -> str:
     try:
+        if path.is_symlink():
+            return f" (a link to {plain(os.readlink(path), 200)}, which is not there)"
         names = os.listdir(path.parent)
     except (OSError, ValueError):
         names = []
-    return nearest(path.name, [*names, "embedded"])
+    return _nearest(path.name, [*names, "embedded"])
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    """Returns the nearest name as `nearest` does; of very many or very long ones only some are looked at."""
+    return nearest(word[:MAX_NAME], [name for name in islice(names, MAX_COMPARED) if len(name) <= MAX_NAME])
+
+
+def _some(names: Iterable[str]) -> str:
+    """Returns the first names on one line, as much as a message holds."""
+    first = [plain(name, 40) for name in islice(names, 9)]
+    return ", ".join(first[:8]) + ", ..." * (len(first) > 8)
+
+
+def _shown(source: str) -> str:
+    """Returns the source as a message shows it: quoted, and cut where it is too long to be a name."""
+    return plain(repr(source), 200)

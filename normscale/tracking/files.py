@@ -1,7 +1,9 @@
 """Small file manners that the spool and the sink share: locks that vanish with their process, whole-file writes."""
 
+import errno
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,6 +44,19 @@ def locked(path: Path, wait_s: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns the bytes of a file.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device, which might never come to an end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 def write_whole(path: Path, text: str) -> None:

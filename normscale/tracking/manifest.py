@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from normscale.errors import StoreError
+from normscale.tracking.files import read_regular
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def read_manifest(path: Path) -> Manifest:
         StoreError: it cannot be read or lacks a field.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_regular(path))
         cells = tuple(_cell(item) for item in raw["cells"])
         return Manifest(
             id=str(raw["id"]),
@@ -71,14 +72,14 @@ def read_manifest(path: Path) -> Manifest:
             source=str(raw.get("source") or ""),
             t=int(raw.get("t") or 0),
             cells=cells,
-            verdict=raw.get("verdict"),
-            figures=tuple(raw.get("figures") or ()),
-            report=raw.get("report"),
+            verdict=_verdict(raw.get("verdict")),
+            figures=tuple(str(path) for path in raw.get("figures") or ()),
+            report=None if raw.get("report") is None else str(raw["report"]),
             path=path,
         )
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         message = (
             f"{path}: is not a claim manifest ({type(error).__name__}: {error}); run the claim again to rewrite it"
         )
@@ -87,4 +88,15 @@ def read_manifest(path: Path) -> Manifest:
 
 def _cell(raw: dict[str, Any]) -> Cell:
     known = {name: raw[name] for name in Cell.__dataclass_fields__ if name in raw}
+    numbers = {"depth": int, "seed": int, "lr": int | float}
+    for name, value in known.items():
+        wanted = str | None if name == "outcome" else numbers.get(name, str)
+        if not isinstance(value, wanted):
+            raise TypeError(f"{name} of a cell is {type(value).__name__}")
     return Cell(**known)
+
+
+def _verdict(raw: Any) -> dict[str, Any] | None:
+    if not isinstance(raw, dict | None):
+        raise TypeError(f"the verdict is {type(raw).__name__}")
+    return raw

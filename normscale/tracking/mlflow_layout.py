@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from normscale.tracking.manifest import Cell, Manifest
-from normscale.tracking.record import QUANTITIES
+from normscale.tracking.record import QUANTITIES, TRAINED_NATS
 from normscale.tracking.spool import RunRecord, Series
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
 NON_FINITE = QUANTITIES["nonfinite"].mlflow or "2-health/nonfinite"
-TRAINED_NATS = 0.1  # a held-out loss this far below the unigram entropy has learnt something
+NOT_TRAINED = ("plateau", "stuck", "diverged", "nan")  # the outcomes that tables show in bold
+UNJUDGED = ("undecided", "measured")  # and those that say nothing for or against training: named beside the number
 MAX_PICTURED = 10  # the UI's image grid shows the first ten runs that have images
 
 COLOURS = {"post": "#d62728", "pre": "#2ca02c", "deepnorm": "#1f77b4"}
@@ -28,15 +29,30 @@ class Point(NamedTuple):
 
 
 def colours(arms: Sequence[str]) -> dict[str, str]:
-    """Returns a colour for each arm: fixed for the known ones, in order of appearance for the others."""
-    others = [arm for arm in dict.fromkeys(arms) if arm not in COLOURS]
-    further = {arm: _FURTHER[index % len(_FURTHER)] for index, arm in enumerate(others)}
-    return {arm: COLOURS.get(arm) or further[arm] for arm in arms}
+    """Returns a colour for each arm, all different as far as there are.
+
+    An arm that is named after a scheme ("post", "post-nowarmup") has the scheme's colour, the further ones of one
+    scheme each a lighter shade of it; the others get theirs in order of appearance.
+    """
+    found: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for arm in sorted(dict.fromkeys(arms), key=lambda arm: arm not in COLOURS):  # the plain arm has the full colour
+        scheme = arm.partition("-")[0]
+        kind = scheme if scheme in COLOURS else ""
+        index = seen[kind] = seen.get(kind, -1) + 1
+        found[arm] = _lighter(COLOURS[kind], index) if kind else _FURTHER[index % len(_FURTHER)]
+    return found
+
+
+def _lighter(colour: str, times: int) -> str:
+    """Returns a colour a third nearer to white, so many times."""
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - (255 - part) * (2 / 3) ** times):02x}" for part in parts)
 
 
 def colour_alone(scheme: str) -> str:
     """Returns the colour of a run that belongs to no claim."""
-    return COLOURS.get(scheme) or _FURTHER[crc32(scheme.encode()) % len(_FURTHER)]
+    return COLOURS.get(scheme.partition("-")[0]) or _FURTHER[crc32(scheme.encode()) % len(_FURTHER)]
 
 
 def experiment_name(family: str | None) -> str:
@@ -76,7 +92,10 @@ def _with_role(name: str, cell: Cell) -> str:
 
 
 def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:
-    """Returns trained | plateau | diverged | nan | error | interrupted | running."""
+    """Returns trained | plateau | diverged | nan | error | interrupted | running, or the judge's own word.
+
+    That may also be stuck, undecided or measured (short runs of which nobody asks whether they train).
+    """
     if record.end is None:
         return "running" if alive else "interrupted"
     if cell is not None and cell.outcome:

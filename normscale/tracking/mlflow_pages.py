@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from normscale.tracking.manifest import Manifest
+from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED
 from normscale.tracking.mlflow_view import APART
 from normscale.tracking.spool import RunRecord
 from normscale.tracking.text import event_line, nonfinite_points, number
@@ -194,9 +195,10 @@ def _gap_table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: M
             good = [float(gap) for gap in gaps if isinstance(gap, int | float) and math.isfinite(gap)]
             words = [outcomes[run] for run in runs]
             text = number(sum(good) / len(good), 3) if good else "-" if not runs or "running" in words else "none"
-            if any(word in ("plateau", "diverged", "nan") for word in words):
+            if any(word in NOT_TRAINED for word in words):
                 text = f"**{text}**"
-            stopped = [f"{words.count(word)} {word}" for word in ("nan", "error", "interrupted") if word in words]
+            named = ("nan", "error", "interrupted", *UNJUDGED)
+            stopped = [f"{words.count(word)} {word}" for word in named if word in words]
             row.append(text + (f" ({', '.join(stopped)})" if stopped else ""))
         lines.append("| " + " | ".join(row) + " |")
     return lines

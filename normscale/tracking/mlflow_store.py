@@ -2,8 +2,10 @@
 
 import logging
 import os
+import tempfile
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SQLITE = "sqlite:///"
+DATABASES = ("postgresql", "mysql", "mssql")  # what else mlflow stores in; a driver may follow, mysql+pymysql://
 ARTIFACTS = "mlartifacts"  # the folder beside an SQLite database that takes its artifacts
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 # Every request is retried by the sink, which first asks whether it was done: mlflow's own retries would do it twice.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
+_CHOOSE = "choose another with tracking.uri=sqlite:///<file>"
 _CONNECT_S = 2.0
 _CREATE_S = 120.0  # the first creation of a database takes 2 s, on a loaded machine far more
 
@@ -45,14 +49,55 @@ def resolve(uri: str) -> str:
     mend = "write sqlite:///<file> or http://<host>:<port>"
     if uri.startswith(SQLITE):
         path = uri.removeprefix(SQLITE)
-        if not path:
+        if not path or "\0" in path:
             raise StoreError(f"tracking.uri: {uri!r} names no file; {mend}")
-        return SQLITE + str(Path(path).expanduser().absolute())
-    if urlsplit(uri).scheme in ("http", "https") and not urlsplit(uri).hostname:
-        raise StoreError(f"tracking.uri: {uri!r} names no host; {mend}")
-    if not urlsplit(uri).scheme or uri.startswith(("sqlite:", "file:")):
+        return SQLITE + str(Path(os.path.expanduser(path)).absolute())
+    try:
+        parts = urlsplit(uri)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:  # a port that is no number, a bracket that is not closed
+        raise StoreError(f"tracking.uri: {uri!r} is not an address ({error}); {mend}") from None
+    if "://" not in uri or parts.scheme.partition("+")[0] not in ("http", "https", *DATABASES):
         raise StoreError(f"tracking.uri: {uri!r} is not the address of a tracking store; {mend}")
+    if not host:
+        raise StoreError(f"tracking.uri: {uri!r} names no host; {mend}")
     return uri.rstrip("/")
+
+
+def check_place(uri: str) -> None:
+    """Checks that an SQLite store could be made or opened where its URI says; leaves nothing behind.
+
+    Raises:
+        StoreError: it is no store's address, or the place cannot be written.
+    """
+    path = database(resolve(uri))
+    if path is None:
+        return
+    made: list[Path] = []
+    try:
+        for folder in reversed(path.parents):
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+        if path.exists():
+            _check_database(path)
+        with tempfile.TemporaryFile(dir=path.parent):  # SQLite writes its journal beside the database
+            pass
+    except OSError as error:
+        raise StoreError(f"tracking.uri: cannot write {path} ({_reason(error)}); {_CHOOSE}") from None
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):  # something else was put there meanwhile
+                folder.rmdir()
+
+
+def _check_database(path: Path) -> None:
+    if not path.is_file():
+        raise StoreError(f"tracking.uri: {path} is not a file; {_CHOOSE}")
+    with path.open("r+b") as file:
+        head = file.read(16)
+    if head and head != b"SQLite format 3\x00":
+        raise StoreError(f"tracking.uri: {path} is not an SQLite database; {_CHOOSE}")
 
 
 def database(uri: str) -> Path | None:
@@ -97,24 +142,20 @@ def ensure_store(uri: str) -> "MlflowClient":
     path = database(uri)
     if path is None:
         return connect(uri)
-    choose = "choose another with tracking.uri=sqlite:///<file>"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(path.name + ".lock"), _CREATE_S):
             if path.exists():
-                with path.open("r+b") as file:
-                    head = file.read(16)
-                if head and head != b"SQLite format 3\x00":
-                    raise StoreError(f"tracking.uri: {path} is not an SQLite database; {choose}")
+                _check_database(path)
             client = connect(uri)
             client.get_experiment_by_name("Default")  # opens the database: creates its tables, checks its version
             return client
     except (OSError, TimeoutError) as error:
-        raise StoreError(f"tracking.uri: cannot write {path} ({_reason(error)}); {choose}") from None
+        raise StoreError(f"tracking.uri: cannot write {path} ({_reason(error)}); {_CHOOSE}") from None
     except StoreError:
         raise
     except Exception as error:  # whatever sqlalchemy or mlflow raise for a database they cannot use
-        raise StoreError(f"tracking.uri: {path} is not usable ({one_line(error)}); {choose}") from None
+        raise StoreError(f"tracking.uri: {path} is not usable ({one_line(error)}); {_CHOOSE}") from None
 
 
 def bounds() -> Bounds:

@@ -2,6 +2,7 @@
 
 import os
 import select
+import shlex
 import socket
 import subprocess
 import sys
@@ -118,11 +119,22 @@ def ui_command(uri: str, artifacts: Path | None, port: int) -> tuple[list[str], 
     """
     uri = resolve(uri)
     if not uri.startswith(SQLITE):
-        raise StoreError(f"tracking.uri: {uri} is a server already; open it in a browser")
+        if uri.startswith(("http://", "https://")):
+            raise StoreError(f"tracking.uri: {uri} is a server already; open it in a browser")
+        raise StoreError(f"tracking.uri: {uri} is not a file here; {ui_words(uri)} serves it")
     folder = Path(artifacts).absolute() if artifacts else Path(uri.removeprefix(SQLITE)).parent / "mlartifacts"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", uri, "--artifacts-destination", str(folder)]
     return command, dict(os.environ) | QUIET | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
+def ui_words(uri: str, default: str | None = None) -> str:
+    """Returns the command a person types to see a store, or the address of a server; `default` needs no --uri."""
+    if uri.startswith(("http://", "https://")):
+        return uri
+    if not uri.startswith(SQLITE):
+        return f"mlflow server --backend-store-uri {shlex.quote(uri)}"
+    return "normscale ui" if uri == default else f"normscale ui --uri {shlex.quote(uri)}"
 
 
 def ui(uri: str, port: int, runs: Path | None = None) -> int:

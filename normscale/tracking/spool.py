@@ -12,16 +12,16 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from normscale.errors import StoreError
-from normscale.tracking.files import try_lock
+from normscale.tracking.files import read_regular, try_lock
 from normscale.tracking.record import PROFILES, QUANTITIES, Outcome
 
 SPOOL = "spool.jsonl"
@@ -32,7 +32,7 @@ class SpoolWriter:
     """Appends the records of one attempt of a run; holds the run's folder for itself until closed.
 
     An error while training (a disk that fills up) never raises: it is said once on stderr, the records lost are
-    counted in `lost`, and the next record tries again.
+    counted in `lost`, and the next record tries again. Whether the end was recorded, `gone` says.
 
     Raises:
         StoreError: the folder cannot be written, or another process writes this run.
@@ -43,6 +43,7 @@ class SpoolWriter:
         self.path = self.run_dir / SPOOL
         self.attempt = attempt
         self.lost = 0
+        self.gone: str | None = None  # why the end record is not in the run's folder, once `end` was called
         self._warned = False
         self._lock: int | None = None
         self._file: int | None = None
@@ -102,8 +103,14 @@ class SpoolWriter:
         self._write({"kind": "event", "step": int(step), "event": event, **free})
 
     def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, float | int | str]) -> None:
-        """Writes the end record."""
-        self._write({"kind": "end", "outcome": outcome, "exit_code": exit_code, "summary": dict(summary)})
+        """Writes the end record and notes in `gone` if it is not where a reader would find it."""
+        try:
+            self._append({"kind": "end", "outcome": outcome, "exit_code": exit_code, "summary": dict(summary)})
+            if self._file is not None and os.fstat(self._file).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "it was deleted during the run")
+        except OSError as error:
+            self.lost += 1
+            self.gone = error.strerror or str(error)
 
     def close(self) -> None:
         """Releases the run; safe to call twice."""
@@ -200,14 +207,14 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Returns what the spool of a run holds so far; a line torn by a kill is left out.
+    """Returns what the spool of a run holds so far; a line that is torn or that no writer of ours made is left out.
 
     Raises:
         StoreError: there is no spool, or it cannot be read.
     """
     run_dir = Path(run_dir)
     try:
-        lines = (run_dir / SPOOL).read_bytes().split(b"\n")
+        lines = read_regular(run_dir / SPOOL).split(b"\n")
     except OSError as error:
         message = f"{run_dir / SPOOL}: cannot be read ({error.strerror}); is this the folder of a run?"
         raise StoreError(message) from None
@@ -257,18 +264,106 @@ def _lock(path: Path) -> int | None:
 
 
 def _parse(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
+    """Returns the records, with the arrays of profiles unpacked, and the number of lines that are no records."""
     records, torn = [], 0
     for line in lines:
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-            record["kind"], record["t"], record["attempt"]
-        except (ValueError, TypeError, KeyError):
+            good = _is_record(record)
+        except (ValueError, RecursionError):
+            good = False
+        if good:
+            records.append(record)
+        else:
             torn += 1
-            continue
-        records.append(record)
     return records, torn
+
+
+def _is_record(record: Any) -> bool:
+    """Returns whether this is a record whose fields have the types that a writer gives them; unpacks a profile."""
+    if not isinstance(record, dict) or not (_whole(record.get("t")) and _whole(record.get("attempt"))):
+        return False
+    kind = record.get("kind")
+    if not isinstance(kind, str):
+        return False
+    check = _CHECKS.get(kind)
+    return check is None or check(record)  # a kind of a later version is passed over
+
+
+def _is_start(record: dict[str, Any]) -> bool:
+    config = record.get("config") or {}
+    rows = record.get("rows") or []
+    return (
+        _sections(record, "config", "identity", "environment", "data", "model", "backend", "precision_seen")
+        and _sections(config, "model", "data", "train", "precision", "probes", "tracking")
+        and _sections(config.get("train") or {}, "optim", "schedule")
+        and _whole(record.get("from_step", 0))
+        and all(isinstance(record.get(key), str | None) for key in ("run_id", "outer_run"))
+        and isinstance(rows, list)
+        and all(isinstance(row, str) for row in rows)
+    )
+
+
+def _is_metrics(record: dict[str, Any]) -> bool:
+    values = record.get("values")
+    at = _whole(record.get("step")) and _whole(record.get("applied"))
+    return at and isinstance(values, dict) and all(map(_number, values.values()))
+
+
+def _is_profile(record: dict[str, Any]) -> bool:
+    data = record.get("data")
+    if not (_whole(record.get("step")) and isinstance(record.get("name"), str) and isinstance(data, dict)):
+        return False
+    if not isinstance(data.get("f32"), str):
+        return False
+    array = np.frombuffer(base64.b64decode(data["f32"]), dtype="<f4")  # ValueError where it is no array
+    record["data"] = array
+    return data.get("shape") == [array.size]
+
+
+def _is_event(record: dict[str, Any]) -> bool:
+    return _whole(record.get("step")) and isinstance(record.get("event"), str)
+
+
+def _is_end(record: dict[str, Any]) -> bool:
+    summary = record.get("summary", {})
+    if not (record.get("outcome") in get_args(Outcome) and _whole(record.get("exit_code"))):
+        return False
+    return isinstance(summary, dict) and all(
+        _number(value) if _is_numeric(key) else isinstance(value, str | int | float) for key, value in summary.items()
+    )
+
+
+_CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "start": _is_start,
+    "metrics": _is_metrics,
+    "profile": _is_profile,
+    "event": _is_event,
+    "end": _is_end,
+}
+
+
+def _sections(record: Mapping[str, Any], *names: str) -> bool:
+    return all(isinstance(record.get(name), dict | None) for name in names)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in _NON_FINITE
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float)
+
+
+def _is_numeric(key: str) -> bool:
+    """Returns whether a field of a summary is a number by its name."""
+    return key in QUANTITIES or key in ("unigram_nats", "steps", "seconds", "graphs") or key.startswith("update@")
 
 
 def _series(records: Sequence[dict[str, Any]]) -> dict[str, Series]:
@@ -299,7 +394,7 @@ def _profiles(records: Sequence[dict[str, Any]]) -> dict[str, Profile]:
     profiles = {}
     for name, of_name in newest.items():
         steps = sorted(of_name)
-        arrays = [np.frombuffer(base64.b64decode(of_name[step]["data"]["f32"]), dtype="<f4") for step in steps]
+        arrays = [of_name[step]["data"] for step in steps]
         rows = max(array.size for array in arrays)
         data = np.full((len(steps), rows), np.nan, dtype=np.float32)
         for index, array in enumerate(arrays):

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normscale.arguments import exit_code_of
 from normscale.config.load import dump
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, check_divides, held_out_batches, unigram_of
@@ -64,6 +65,7 @@ def run(
 
     Raises:
         BadInput: the configuration, the data or the store cannot be used; nothing was written.
+        RunFailed: it cannot go on, or its end could not be recorded.
     """
     corpus = corpus_of(config.data)
     run_id = run_id_of(config)
@@ -95,8 +97,8 @@ def run(
         outcome = session.train(recorder, on_step)
         code = NonFiniteStop.exit_code if outcome == "nan" else 0
         summary = session.summary()
-    except KeyboardInterrupt:
-        outcome, code = "interrupted", 130
+    except KeyboardInterrupt as error:
+        outcome, code = "interrupted", exit_code_of(error)[0]
         raise
     except NormscaleError as error:
         code = error.exit_code
@@ -108,9 +110,15 @@ def run(
     finally:
         recorder.end(outcome, code, summary)
         recorder.close()
+        code = 1 if recorder.gone and outcome in ("finished", "nan") else code
         _leave_status(run_dir, outcome, code)
         if outcome in ("finished", "nan"):
             engine.close()
+    if recorder.gone:
+        raise RunFailed(
+            f"{run_dir}: the records of this run are gone or incomplete, its end could not be written "
+            f"({recorder.gone}); train it again"
+        )
     return RunResult(run_id, run_dir, outcome, code, summary)
 
 
@@ -234,6 +242,7 @@ class _Silent:
     """The recorder of every rank but the first."""
 
     lost = 0
+    gone: str | None = None
 
     def start(self, **fields: Any) -> None: ...
 
@@ -308,7 +317,7 @@ def _probes(config: RunConfig, corpus: Corpus) -> list[Probe]:
         probes += [Activations(), Gradients()]
     if config.probes.update.steps:
         n = config.probes.update.sequences
-        tokens = held_out_batches(corpus, config.model.context, n, 1)[0][0]
+        tokens = held_out_batches(corpus, config.model.context, n, 1, key="probes.update.sequences")[0][0]
         probes.append(ModelUpdate(tokens, config.probes.update.steps))
     return probes
 
@@ -327,13 +336,10 @@ def _open(config: RunConfig, run_dir: Path) -> SpoolWriter:
 
 
 def _leave_status(run_dir: Path, outcome: Outcome, code: int) -> None:
-    """Leaves this rank's exit code for the launcher, which must not guess it from a dead process."""
+    """Leaves this rank's exit code beside the records, if their folder is there."""
     rank = os.environ.get("RANK", "0")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # the exit code itself still tells
         write_whole(run_dir / f"rank{rank}.status", json.dumps({"exit_code": code, "outcome": outcome}))
-    except OSError:
-        pass  # the exit code itself still tells
 
 
 def _compiled_graphs() -> int:

@@ -1,5 +1,6 @@
 """Files, `extends`, overrides and the messages about them."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,34 @@ def test_without_a_file_and_with_an_empty_one_everything_is_default(write: Write
     assert load(None) == RunConfig()
     for text in ("", "# nothing\n", "---\n", "\ufeff"):
         assert load(write(text)) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name: x\nmodel.M: 3\n", "model.M: write model: with M: below it (deep.yaml:2)"),
+        ("train:\n  optim.lr: 1\n", "train.optim.lr: write optim: with lr: below it (deep.yaml:2)"),
+        ("train.optim.lr: 1\n", "train.optim.lr: write train: with optim: with lr: below it (deep.yaml:1)"),
+    ],
+)
+def test_a_key_with_dots_is_for_the_command_line(write: Write, text: str, says: str) -> None:
+    assert mistake(write(text)) == says
+
+
+def test_an_unknown_key_with_dots_is_named_whole(write: Write) -> None:
+    assert mistake(write("model.X: 3\n")).startswith("model.X: no such key; ")
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(write: Write, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert mistake(Path("pipe.yaml")) == "pipe.yaml: not a regular file; name a YAML file"
+    assert "not a regular file" in mistake(write("extends: pipe.yaml\n"))
+    assert "not a regular file" in mistake(Path("/dev/zero"))
+
+
+def test_a_link_to_nothing_is_not_its_own_suggestion(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "link.yaml").symlink_to("gone.yaml")
+    assert mistake(Path("link.yaml")) == "link.yaml: a link to gone.yaml, which is not there"
 
 
 def test_file_then_overrides(write: Write) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,31 @@ def test_missing_names_the_nearest(tmp_path):
     assert "does not exist; did you mean 'shakespeare.txt'?" in said
     assert ".jsonl" in said
     assert "did you mean 'embedded'?" in complaint("embeded")
+
+
+def test_a_link_to_nothing_is_not_its_own_suggestion(tmp_path):
+    (tmp_path / "link.txt").symlink_to("gone.txt")
+    said = complaint(tmp_path / "link.txt")
+    assert "does not exist (a link to gone.txt, which is not there); give" in said
+    assert "did you mean" not in said
+
+
+def test_a_file_name_need_not_be_text(tmp_path):
+    (tmp_path / os.fsdecode(b"bad\xff.txt")).write_bytes(b"x" * 9000)
+    corpus = load(tmp_path, held_out=0.5)
+    assert next(iter(corpus.tables["held_out"]["place"])) == "bad\\udcff.txt:0"
+
+
+@pytest.mark.parametrize(
+    "record", [{"a\n\x1b[31mb": 1, "text\n": 2}, {f"text{i}": 1 for i in range(50_000)}, {"k" * 10**6: 1}]
+)
+def test_the_keys_of_a_line_are_shown_plain_and_few(tmp_path, record):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    began = time.perf_counter()
+    said = complaint(tmp_path / "a.jsonl")
+    assert said.isprintable()
+    assert len(said) < 600
+    assert time.perf_counter() - began < 2
 
 
 def test_folder_without_text(tmp_path):

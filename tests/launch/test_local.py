@@ -95,7 +95,30 @@ def test_rank_0_has_said_its_line_itself(tmp_path: Path):
 
 def test_a_killed_rank_is_named(tmp_path: Path):
     code, _, err = finish(start(tmp_path, "os.kill(os.getpid(), 9) if rank == '1' else time.sleep(60)"))
-    assert (code, err) == (1, "normscale: rank 1 killed by SIGKILL (out of memory?); the other ranks were stopped\n")
+    assert (code, err) == (
+        1,
+        "normscale: rank 1 was killed by SIGKILL (out of memory?); the other ranks were stopped\n",
+    )
+
+
+@pytest.mark.parametrize("wait", [0.0, 1.5], ids=["at once", "later"])
+def test_a_killed_rank_is_the_reason_whatever_the_others_say_then(tmp_path: Path, wait: float):
+    body = f"""
+if rank == '1':
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+other = next(word for word in open(f"{{folder}}/pids").read().split() if int(word) != os.getpid())
+while os.path.exists(f"/proc/{{other}}") and " Z " not in open(f"/proc/{{other}}/stat").read():
+    time.sleep(0.01)
+signal.signal(signal.SIGTERM, lambda *_: leave(143, 'stopped by SIGTERM'))
+time.sleep({wait})
+leave(1, 'lost the connection to another rank')
+"""
+    code, _, err = finish(start(tmp_path, body))
+    assert (code, err) == (
+        1,
+        "normscale: rank 1 was killed by SIGKILL (out of memory?); the other ranks were stopped\n",
+    )
 
 
 def test_a_traceback_of_a_rank_is_kept(tmp_path: Path):

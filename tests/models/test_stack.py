@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from normscale.config.schema import ModelConfig
+from normscale.models import stack
 from normscale.models.attention import rotary_tables, rotate
 from normscale.models.builder import build
 from normscale.models.feedforward import default_ffn_width
+from normscale.models.init import weights
+from normscale.schemes import Depth, Role, Scheme, Site, registry
 
 SMALL = {"M": 2, "d": 16, "heads": 2, "context": 8}
 
@@ -82,6 +85,47 @@ def test_the_init_has_its_deviation(init: str) -> None:
     expected = 0.02 if init == "normal" else (2 / (128 + 512)) ** 0.5
     assert float(up.std()) == pytest.approx(expected, rel=0.03)
     assert (float(up.abs().max()) < 3**0.5 * expected * 1.001) is (init == "xavier_uniform")
+
+
+@pytest.mark.parametrize("init", ["xavier_normal", "xavier_uniform", "normal"])
+def test_the_gain_multiplies_the_deviation_of_every_init(init: str) -> None:
+    model = build(ModelConfig(M=2, d=128, heads=2, scheme="deepnorm", init=init), 256, 0)
+    ratios: dict[str, list[float]] = {}
+    for entry in weights(model):
+        if entry.site is not None and not entry.role.bias:
+            standard = 0.02 if init == "normal" else (2 / sum(entry.values.shape)) ** 0.5
+            ratios.setdefault(entry.role.part, []).append(float(entry.values.std()) / standard)
+    beta = 0.5  # (8 x 2)^(-1/4)
+    for part, gain in {"q": 1.0, "k": 1.0, "v": beta, "o": beta, "in": beta, "out": beta}.items():
+        assert ratios[part] == pytest.approx([gain, gain], rel=0.03), part
+
+
+def test_vectors_at_the_ends_have_deviation_gain_over_root_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Guest(Scheme):
+        def gain(self, depth: Depth, site: Site | None, role: Role) -> float:
+            return {"token": 0.5, "position": 2.0, "logits": 3.0}.get(role.part, 1.0)
+
+    monkeypatch.setitem(registry._SCHEMES, "guest", Guest)
+    config = ModelConfig(M=1, d=64, heads=1, context=256, tied=False, positions="learned")
+    plain, scaled = (build(config.model_copy(update={"scheme": scheme}), 256, 0) for scheme in ("post", "guest"))
+    for name, gain in {"token": 0.5, "position": 2.0, "logits": 3.0}.items():
+        deviations = [float(getattr(model, name).detach().std()) for model in (plain, scaled)]
+        assert deviations == pytest.approx([1 / 8, gain / 8], rel=0.03), name
+
+
+@pytest.mark.parametrize(("checkpointing", "calls"), [(True, 3), (False, 0)])
+def test_each_block_is_checkpointed_where_asked_and_gradients_are_wanted(
+    checkpointing: bool, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = stack.checkpoint, []
+    monkeypatch.setattr(stack, "checkpoint", lambda *a, **k: seen.append(a) or real(*a, **k))
+    model = build(ModelConfig(**SMALL | {"M": 3}, checkpointing=checkpointing), 32, 0)
+    tokens = torch.randint(0, 32, (2, 8))
+    with torch.no_grad():
+        model(tokens)
+    assert seen == []
+    model(tokens).sum().backward()
+    assert len(seen) == calls
 
 
 def test_a_thousand_blocks_need_no_deeper_recursion() -> None:

@@ -35,6 +35,15 @@ def test_eps_reaches_the_function(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", norm_names())
+def test_eager_kernels_take_a_float_and_compiled_graphs_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = make(name, eps=0.125)
+    assert (type(norm.current_eps()), norm.current_eps()) == (float, 0.125)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert norm.current_eps() is norm.eps_tensor
+    assert (norm.eps_tensor.dtype, norm.eps_tensor.shape, float(norm.eps_tensor)) == (torch.float32, (), 0.125)
+
+
+@pytest.mark.parametrize("name", norm_names())
 def test_eps_is_no_part_of_the_state(name: str) -> None:
     assert not any("eps" in key for key in make(name).state_dict())
 

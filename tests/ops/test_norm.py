@@ -90,3 +90,17 @@ def test_a_constant_row_gives_the_bias_whatever_the_dtype(dtype: torch.dtype, ep
 def test_squares_do_not_overflow_half_precision(form: int) -> None:
     x = torch.tensor([1000.0, -1000.0] * 64, dtype=torch.float16)
     torch.testing.assert_close(rmsnorm(x, None, forms(1e-5)[form]), x.sign())
+
+
+@pytest.mark.parametrize("form", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_may_be_in_half_precision_too(dtype: torch.dtype, form: int) -> None:
+    torch.manual_seed(0)
+    x, gamma, bias = (torch.randn(*shape).to(dtype) for shape in ((5, 24), (24,), (24,)))
+    tolerance = 4 * torch.finfo(dtype).eps
+    for y, oracle in (
+        (layernorm(x, gamma, bias, forms(1e-5)[form]), layernorm_fp64(x, gamma, bias, 1e-5)),
+        (rmsnorm(x, gamma, forms(1e-5)[form]), rmsnorm_fp64(x, gamma, 1e-5)),
+    ):
+        assert y.dtype is dtype
+        torch.testing.assert_close(y.double(), oracle, rtol=tolerance, atol=tolerance)

@@ -19,6 +19,12 @@ def test_the_stream_stays_in_fp32_beside_a_bf16_branch() -> None:
     torch.testing.assert_close(z, torch.tensor([2.00390625, 2.00390625]), rtol=0, atol=0)
 
 
+def test_the_wider_dtype_wins_on_either_side() -> None:
+    z = scaled_residual(torch.ones(2, dtype=torch.bfloat16), torch.full((2,), 1.00390625), torch.tensor(1.0))
+    assert z.dtype is torch.float32
+    torch.testing.assert_close(z, torch.tensor([2.00390625, 2.00390625]), rtol=0, atol=0)
+
+
 def test_a_bf16_stream_is_not_widened_by_an_fp32_alpha() -> None:
     half = torch.ones(2, dtype=torch.bfloat16)
     assert scaled_residual(half, half, torch.tensor(2.0)).dtype is torch.bfloat16

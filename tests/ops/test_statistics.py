@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from normscale.ops.statistics import statistics, write_row
@@ -11,6 +12,13 @@ def test_non_finite_entries_are_counted_and_show() -> None:
     row = statistics(torch.tensor([1.0, float("nan"), float("inf"), float("-inf")]))
     assert row[2] == 3
     assert not torch.isfinite(row[:2]).any()
+
+
+@pytest.mark.parametrize("bad", [1, 2, 5])
+def test_every_non_finite_entry_counts_once(bad: int) -> None:
+    x = torch.ones(2, 4)
+    x.view(-1)[:bad] = float("inf")
+    assert statistics(x)[2] == bad
 
 
 def test_half_precision_is_summed_in_fp32() -> None:

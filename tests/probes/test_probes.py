@@ -12,7 +12,7 @@ from normscale.config.schema import ModelConfig, RunConfig
 from normscale.models.builder import build
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients, depth_slope
-from normscale.probes.probe import Array, Hand, Probe, Reading, collect
+from normscale.probes.probe import Array, Hand, Probe, Reading, Subject, collect
 from normscale.probes.spikes import SpikeScore
 from normscale.probes.update import ModelUpdate
 from normscale.train.engine import Engine
@@ -86,6 +86,69 @@ def test_rows_are_those_of_the_branches_and_the_streams(scheme: str) -> None:
         np.testing.assert_allclose(notes.profiles[1, f"{name}_absmax"], [float(x.abs().max()) for x in both], rtol=1e-6)
         assert (notes.profiles[1, f"{name}_nonfinite"] == 0).all()
     assert notes.values[1]["stream_last"] == pytest.approx(notes.profiles[1, "stream_rms"][-1])
+
+
+def stub(streams: int, squares: Tensor) -> Subject:
+    """Four sites of width 4, whose gradients have these sums of squares."""
+    return Subject(
+        list("abcd"),
+        streams,
+        4,
+        torch.device("cpu"),
+        features=lambda tokens: tokens,
+        gradient_squares=lambda: squares,
+    )
+
+
+def reading(probe: Probe) -> Reading:
+    return collect([probe], lambda x: x, lambda x: x)[0]
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_each_step_is_folded_over_its_micro_batches_and_over_nothing_else(streams: int) -> None:
+    probe = Activations()
+    probe.attach(stub(streams, torch.zeros(4)))
+    rows = probe.forward_rows()
+    assert rows is not None
+    sites, generator = rows.view(4, 1 + streams, 3), torch.Generator().manual_seed(0)
+    for step, size in ((1, 100.0), (2, 1.0), (3, 10.0)):  # the second and third are smaller than the first
+        probe.begin(step)
+        filled = []
+        for tokens in (5, 3):
+            sites.copy_(size * torch.rand(sites.shape, generator=generator))
+            sites[..., 2].random_(0, 9, generator=generator)  # counts of non-finite entries
+            filled.append(sites.clone().double())
+            probe.after_micro_batch(tokens)
+        rms = ((filled[0] + filled[1])[..., 0] / (8 * 4)).sqrt().numpy()
+        absmax, nonfinite = torch.maximum(*filled)[..., 1].numpy(), (filled[0] + filled[1])[..., 2].numpy()
+        got = reading(probe)
+        for column, name in enumerate(("branch", "stream")):
+            np.testing.assert_allclose(got.profiles[f"{name}_rms"], rms[:, column], rtol=1e-6)
+            np.testing.assert_allclose(got.profiles[f"{name}_absmax"], absmax[:, column], rtol=1e-6)
+            assert got.profiles[f"{name}_nonfinite"].tolist() == nonfinite[:, column].tolist()
+        assert nonfinite.max() > 0
+
+
+def test_every_scalar_is_its_entry_of_a_profile() -> None:
+    activations, gradients = Activations(), Gradients()
+    for probe in (activations, gradients):
+        probe.attach(stub(1, torch.tensor([16.0, 4.0, 64.0, 25.0])))
+    rows = activations.forward_rows()
+    assert rows is not None
+    activations.begin(1)
+    # [sum of squares, largest], over one target of width 4; neither end is the largest or the smallest.
+    branch = [[256.0, 8.0], [16.0, 2.0], [64.0, 30.0], [64.0, 5.0]]  # RMS 8, 2, 4, 4
+    stream = [[64.0, 7.0], [400.0, 20.0], [4.0, 3.0], [16.0, 6.0]]  # RMS 4, 10, 1, 2
+    rows.view(4, 2, 3)[..., :2] = torch.tensor([branch, stream]).transpose(0, 1)
+    activations.after_micro_batch(1)
+    gradients.after_backward()
+    assert reading(activations).scalars == {
+        "stream_first": 4.0,
+        "stream_last": 2.0,
+        "stream_max": 20.0,
+        "branch_p50": 2.0,  # of 2, 1/5, 4 and 2
+    }
+    assert reading(gradients).scalars == {"grad_first": 4.0, "grad_last": 5.0, "grad_p50": 4.5}
 
 
 def test_gradient_rows_are_those_of_plain_autograd() -> None:
@@ -220,6 +283,18 @@ def test_spike_score_counts_the_far_ones() -> None:
     for value in (-9.0, 1.3):  # down as well as up, and 7 sigma, not 2
         score.add(value)
     assert score.spikes == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "spikes"),
+    [(40, 17.2, 1), (40, 16.8, 0), (40, 2.8, 1), (40, 3.2, 0), (30, 17.2, 1), (28, 17.2, 0), (28, math.inf, 1)],
+)
+def test_a_spike_is_seven_deviations_away_up_or_down_after_the_warm_up(before: int, value: float, spikes: int) -> None:
+    score = SpikeScore()
+    for i in range(before):
+        score.add(10.0 + (-1) ** i)  # mean 10, deviation 1
+    score.add(value)
+    assert (score.spikes, score.score) == (spikes, spikes / (before + 1))
 
 
 def test_rounding_is_no_spike() -> None:

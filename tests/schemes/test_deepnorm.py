@@ -9,8 +9,9 @@ from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
 from normscale.models.init import weights
 from normscale.norms import find_norm
-from normscale.schemes import Depth, Own, Site
+from normscale.schemes import Depth, Own, Role, Site
 from normscale.schemes.deepnorm import DeepNorm
+from normscale.schemes.scheme import Part
 
 SCHEME = DeepNorm()
 SINGLE = {1: (1.18921, 0.59460), 6: (1.86121, 0.37992), 18: (2.44949, 0.28868), 100: (3.76060, 0.18803)} | {
@@ -45,7 +46,18 @@ def test_unequal_depths_follow_the_paper() -> None:
     encoder, decoder = depth.sites()[0], depth.sites()[-1]
     assert SCHEME.alpha(depth, encoder) == pytest.approx(0.81 * (12**4 * 3) ** (1 / 16))
     assert SCHEME.alpha(depth, decoder) == pytest.approx(9 ** (1 / 4))
+    assert SCHEME.beta(depth, encoder) == pytest.approx(0.87 * (12**4 * 3) ** (-1 / 16))
     assert SCHEME.beta(depth, decoder) == pytest.approx(36 ** (-1 / 4))
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v", "o"])
+def test_cross_attention_is_scaled_as_self_attention(part: Part) -> None:
+    depth = Depth(12, 3)
+    own, cross = (site for site in depth.sites() if (site.side, site.block) == ("decoder", 1) and site.kind != "ffn")
+    assert (own.kind, cross.kind) == ("self", "cross")
+    expected = 36 ** (-1 / 4) if part in ("v", "o") else 1.0
+    assert SCHEME.gain(depth, own, Role("self", part)) == pytest.approx(expected)
+    assert SCHEME.gain(depth, cross, Role("cross", part)) == pytest.approx(expected)
 
 
 def test_no_depth_is_refused() -> None:
@@ -92,3 +104,17 @@ def test_drawn_weights_have_xavier_deviation_times_gain() -> None:
 def test_sites_are_global_and_counted() -> None:
     assert [len(Depth(*nm).sites()) for nm in ((5, 0), (0, 5), (5, 3))] == [10, 10, 2 * 5 + 3 * 3]
     assert Depth(1, 1).sites()[-1] == Site("decoder", 0, "ffn", 4)
+
+
+def test_sublayers_of_a_block_are_in_the_order_they_run() -> None:
+    assert [site.name for site in Depth(1, 2).sites()] == [
+        "encoder.0000.self",
+        "encoder.0000.ffn",
+        "decoder.0000.self",
+        "decoder.0000.cross",
+        "decoder.0000.ffn",
+        "decoder.0001.self",
+        "decoder.0001.cross",
+        "decoder.0001.ffn",
+    ]
+    assert (Depth(1, 0).kinds("encoder"), Depth(0, 1).kinds("decoder")) == (("self", "ffn"), ("self", "ffn"))

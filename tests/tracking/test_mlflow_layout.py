@@ -1,6 +1,8 @@
 import dataclasses
 import math
 
+import pytest
+
 from normscale.tracking import mlflow_layout as layout
 from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import mlflow_view as views
@@ -15,6 +17,17 @@ def test_arms_have_fixed_colours():
     assert len(set(found.values())) == 5
     assert layout.colour_alone("keel") == layout.colour_alone("keel")
     assert layout.colour_alone("post") == "#d62728"
+
+
+def test_arms_of_one_scheme_have_shades_of_its_colour():
+    arms = ["post-nowarmup", "post", "weights-sgd", "weights-adam", "post-sgd", "deepnorm-sgd"]
+    found = layout.colours(arms)
+    assert set(found) == set(arms)
+    assert (found["post"], found["post-nowarmup"]) == ("#d62728", "#e46f70")
+    assert found["deepnorm-sgd"] == "#1f77b4"
+    assert len(set(found.values())) == len(arms)
+    assert all(len(colour) == 7 for colour in found.values())
+    assert layout.colour_alone("post-x") == "#d62728"
 
 
 def test_learning_rates_are_said_shortly():
@@ -159,6 +172,16 @@ def test_the_front_page_gives_verdict_and_links_in_its_first_two_lines(runs):
     assert f"id-{made['p1']}?workflowType=machine_learning) (nan)" in page
     assert "| gap of post at 48 layers | 0.0213 | 0.0101 .. 0.0302 | nats |" in page
     assert page.count("workflowType=machine_learning") == page.count("#/experiments")
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"), [("stuck", "**"), ("undecided", "(1 undecided)"), ("measured", "(1 measured)")]
+)
+def test_every_word_of_the_judge_shows_in_the_table(runs, word, shown):
+    run = make_run(runs, "post", 12, 0, steps=30)
+    manifest = read_manifest(make_manifest(runs, [cell(run)]))
+    page = pages.claim_page(manifest, "7", "P", {run: read_run(runs / run)}, {run: word}, {run: ("n", "i")})
+    assert shown in next(line for line in page.split("\n") if line.startswith("| post |"))
 
 
 def test_a_claim_without_verdict_says_how_far_it_is(runs):

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -307,13 +308,16 @@ def test_spoilt_files_are_reported_and_the_rest_is_stored(runs, new_store):
     (runs / "odd" / "spool.jsonl").write_text('{"kind":"metrics","t":1,"attempt":1,"step":1}\n')
     (runs / "empty").mkdir()
     (runs / "empty" / "spool.jsonl").write_text("")
+    (runs / "pipe").mkdir()
+    os.mkfifo(runs / "pipe" / "spool.jsonl")
     claimed = make_run(runs, "deepnorm", steps=2)
     make_manifest(runs, [cell("odd"), cell(claimed, "deepnorm")])
     report = sync(runs, uri)
     assert len(report.failures) == 2
     assert "x-cpu.json: is not a claim manifest" in report.failures[0]
-    assert "run odd" in report.failures[1]
-    assert {good, claimed} <= {run.data.tags.get("normscale.run") for run in everything(uri).values()}
+    assert "pipe/spool.jsonl" in report.failures[1]
+    assert "not a regular file" in report.failures[1]
+    assert {good, claimed, "odd", "empty"} <= {run.data.tags.get("normscale.run") for run in everything(uri).values()}
 
 
 def test_two_sinks_at_once_make_one_run(runs, tmp_path, new_store):
@@ -420,7 +424,7 @@ def test_places_that_are_no_store_are_one_line(runs, tmp_path, capsys):
     for uri, words in {
         f"sqlite:///{tmp_path}/text.db": "is not an SQLite database",
         f"sqlite:///{tmp_path}/file/mlflow.db": "cannot write",
-        f"sqlite:///{tmp_path}": "cannot write",
+        f"sqlite:///{tmp_path}": "is not a file",
         "sqlite://": "tracking.uri",
         "mlruns": "tracking.uri",
         "http://": "tracking.uri",

@@ -1,5 +1,6 @@
 import http.server
 import multiprocessing
+import os
 import sqlite3
 import threading
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 
 from normscale.errors import StoreError
-from normscale.tracking.mlflow_store import bounds, ensure_store, experiment, resolve, unreachable
+from normscale.tracking.mlflow_store import bounds, check_place, ensure_store, experiment, resolve, unreachable
 
 
 def test_a_relative_path_is_meant_from_the_current_folder(tmp_path, monkeypatch):
@@ -17,11 +18,39 @@ def test_a_relative_path_is_meant_from_the_current_folder(tmp_path, monkeypatch)
     assert resolve("http://127.0.0.1:5000/") == "http://127.0.0.1:5000"
 
 
-@pytest.mark.parametrize("uri", ["", "mlruns", "sqlite://", "sqlite:///", "sqlite:x.db", "file:///tmp/x", "http://"])
+NO_STORES = ["", "mlruns", "sqlite://", "sqlite:///", "sqlite:x.db", "file:///tmp/x", "http://", "foo://bar", "foo:bar"]
+NO_STORES += ["http:x", "http://h:port", "http://[", "sqlite:///a\0b", "databricks://x", "mysql:x", "postgresql://"]
+
+
+@pytest.mark.parametrize("uri", NO_STORES)
 def test_what_is_no_store_says_what_would_be(uri):
     with pytest.raises(StoreError, match=r"tracking\.uri: .*sqlite:///<file>") as caught:
         resolve(uri)
     assert "\n" not in str(caught.value)
+
+
+def test_databases_that_mlflow_knows_pass():
+    for uri in ("postgresql://u:p@h/db", "mysql+pymysql://h:3306/db", "https://h/mlflow"):
+        assert resolve(uri) == uri
+
+
+def test_a_place_that_cannot_take_a_database_is_one_line_and_a_good_one_is_left_as_it_was(tmp_path):
+    (tmp_path / "file").write_text("not a database")
+    (tmp_path / "old.db").write_bytes(b"SQLite format 3\0 and more")
+    (tmp_path / "new.db").write_bytes(b"")
+    os.mkfifo(tmp_path / "pipe.db")
+    before = sorted(tmp_path.rglob("*"))
+    for good in ("old.db", "new.db", "a/b/c.db", "m.db"):
+        check_place(f"sqlite:///{tmp_path}/{good}")
+    check_place("http://127.0.0.1:9")
+    for place in ("/proc/x/m.db", f"{tmp_path}/file", f"{tmp_path}/file/m.db", f"{tmp_path}/pipe.db", f"{tmp_path}"):
+        with pytest.raises(StoreError, match=r"tracking\.uri: .*sqlite:///<file>") as caught:
+            check_place(f"sqlite:///{place}")
+        assert place in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(StoreError, match="File name too long"):
+        check_place(f"sqlite:///{tmp_path}/{'x' * 300}/m.db")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def create(uri, barrier, results):

@@ -207,6 +207,92 @@ def test_a_place_that_cannot_be_written_is_one_line_at_the_start(tmp_path):
         read_run(tmp_path / "nowhere")
 
 
+BAD = [
+    {"kind": "start", "attempt": "x"},
+    {"kind": "start", "attempt": None},
+    {"kind": "start", "attempt": 1e308},
+    {"kind": "start", "attempt": True},
+    {"kind": "start", "attempt": -1},
+    {"kind": "start", "t": "now"},
+    {"kind": "start", "config": []},
+    {"kind": "start", "config": {"train": {"optim": 3}}},
+    {"kind": "start", "rows": [1]},
+    {"kind": "start", "run_id": 7},
+    {"kind": "start", "from_step": "a"},
+    {"kind": ["start"]},
+    {"kind": "metrics", "applied": 1, "values": {"loss_train": 1.0}},
+    {"kind": "metrics", "step": 1, "values": {"loss_train": 1.0}},
+    {"kind": "metrics", "step": "1", "applied": 1, "values": {"loss_train": 1.0}},
+    {"kind": "metrics", "step": 1, "applied": 1, "values": [1.0]},
+    {"kind": "metrics", "step": 1, "applied": 1, "values": {"loss_train": "low"}},
+    {"kind": "metrics", "step": 1, "applied": 1, "values": {"loss_train": 10**400}},
+    {"kind": "profile", "step": 1, "name": "grad_norm", "data": {"shape": [1], "f32": "AAAA"}},
+    {"kind": "profile", "step": 1, "name": "grad_norm", "data": {"shape": [2], "f32": "AAAAAA=="}},
+    {"kind": "profile", "step": 1, "name": "grad_norm", "data": {"shape": [1], "f32": "A"}},
+    {"kind": "profile", "step": 1, "name": "grad_norm", "data": [1.0]},
+    {"kind": "profile", "step": 1, "name": ["x"], "data": {"shape": [1], "f32": "AAAAAA=="}},
+    {"kind": "profile", "step": 1, "name": "grad_norm", "data": {"shape": [1]}},
+    {"kind": "event", "event": "spike"},
+    {"kind": "event", "step": 1, "event": 5},
+    {"kind": "end", "outcome": "finished", "summary": {}},
+    {"kind": "end", "outcome": "finished", "exit_code": "0", "summary": {}},
+    {"kind": "end", "outcome": "well", "exit_code": 0, "summary": {}},
+    {"kind": "end", "outcome": ["finished"], "exit_code": 0, "summary": {}},
+    {"kind": "end", "outcome": "finished", "exit_code": 0, "summary": []},
+    {"kind": "end", "outcome": "finished", "exit_code": 0, "summary": None},
+    {"kind": "end", "outcome": "finished", "exit_code": 0, "summary": {"loss_val": "low"}},
+    {"kind": "end", "outcome": "finished", "exit_code": 0, "summary": {"update@5": None}},
+    {"kind": "end", "outcome": "finished", "exit_code": 0, "summary": {"note": {}}},
+]
+RAW = [b"[" * 200_000, b"null", b"3", b'"x"', b"[]", b"\xff\xfe", b"9" * 5000]
+BAD_LINES = [json.dumps({"t": 1, "attempt": 1} | record).encode() for record in BAD] + RAW
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:60].decode("latin-1"))
+def test_a_line_that_no_writer_makes_counts_as_torn(tmp_path, line):
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.start()
+        spool.metrics(2, 2, {"loss_train": 2.0})
+    with (tmp_path / SPOOL).open("ab") as file:
+        file.write(line + b"\n")
+    record = read_run(tmp_path)
+    assert record.torn == 1
+    assert record.series["loss_train"].values == [2.0]
+    assert (record.end, record.profiles, record.events, record.attempt) == (None, {}, [], 1)
+    assert next_attempt(tmp_path) == 2
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_spool_that_is_no_file_is_refused_in_one_line(tmp_path, kind):
+    path = tmp_path / SPOOL
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+    }[kind]()
+    for read in (read_run, next_attempt):
+        with pytest.raises(StoreError, match=r"not a regular file|Is a directory") as caught:
+            read(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_records_that_were_deleted_or_could_not_be_ended_are_known_at_the_end(tmp_path, monkeypatch):
+    with SpoolWriter(tmp_path / "kept", 1) as spool:
+        spool.start()
+        spool.end("finished", 0, {})
+        assert (spool.gone, spool.lost) == (None, 0)
+    with SpoolWriter(tmp_path / "deleted", 1) as spool:
+        spool.start()
+        (tmp_path / "deleted" / SPOOL).unlink()
+        spool.end("finished", 0, {})
+        assert (spool.gone, spool.lost) == ("it was deleted during the run", 1)
+    with SpoolWriter(tmp_path / "full", 1) as spool:
+        spool.start()
+        monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        spool.end("finished", 0, {})
+        assert (spool.gone, spool.lost) == ("No space left on device", 1)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_at_the_start_is_an_error(tmp_path):
     (tmp_path / SPOOL).symlink_to("/dev/full")

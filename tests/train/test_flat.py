@@ -44,9 +44,10 @@ def test_a_replaced_gradient_is_noticed() -> None:
     "config",
     [
         OptimConfig(lr=0.01, weight_decay=0.1),
+        OptimConfig(lr=0.01, weight_decay=0.1, betas=(0.5, 0.6), eps=0.1),
         OptimConfig(name="sgd", lr=0.01, momentum=0.9, weight_decay=0.1),
     ],
-    ids=["adamw", "sgd"],
+    ids=["adamw", "adamw-betas-eps", "sgd"],
 )
 def test_the_flat_optimizer_equals_one_over_the_parameters(config: OptimConfig) -> None:
     net, twin, x = model(), model(), torch.randn(4, 5)

@@ -1,21 +1,30 @@
 """The step: what it applies, what it refuses to apply, and what it tells."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from normscale.config.schema import RunConfig
 from normscale.models.builder import build
-from normscale.train.engine import Engine
+from normscale.probes.activations import Activations
+from normscale.probes.gradients import Gradients
+from normscale.probes.probe import Probe
+from normscale.train import loop
+from normscale.train.engine import DDPEngine, Engine
 from normscale.train.loop import IGNORE, Trainer, summed_loss
+from normscale.train.run import subject_of
 from tests.probes.test_probes import MODEL, Notes, windows
 
 
-def trainer(**train: object) -> Trainer:
-    config = RunConfig(model=MODEL, train={"steps": 20, "batch": 4, **train}, probes={"every": 1})
-    return Trainer(Engine(build(config.model, 32, 0), config.precision, torch.device("cpu")), config, [])
+def trainer(model: Mapping[str, object] = {}, every: int = 1, probes: Sequence[Probe] = (), **train: object) -> Trainer:
+    config = RunConfig(model=MODEL | dict(model), train={"steps": 20, "batch": 4, **train}, probes={"every": every})
+    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    for probe in probes:
+        probe.attach(subject_of(engine))
+    return Trainer(engine, config, probes)
 
 
 def poisoned(trainer: Trainer, bad: Callable[[int], float]) -> None:
@@ -128,3 +137,106 @@ def test_evaluation_leaves_training_as_it_was() -> None:
         losses.append(with_eval.step(window, Notes()).loss)
     torch.manual_seed(0)
     assert losses == [without.step(window, Notes()).loss for window in windows(3)]
+
+
+def test_the_loss_is_summed_in_fp32_and_leaves_out_what_is_ignored() -> None:
+    logits = (8 * torch.randn(2, 8, 32)).bfloat16()
+    targets = torch.randint(0, 32, (2, 8))
+    targets[0, :3] = IGNORE
+    loss = summed_loss(logits, targets)
+    kept = targets != IGNORE
+    log_shares = logits.double().log_softmax(-1)[kept]
+    assert loss.dtype is torch.float32
+    assert float(loss) == pytest.approx(-float(log_shares.gather(1, targets[kept].unsqueeze(1)).sum()), rel=1e-6)
+
+
+def test_evaluation_is_a_mean_over_the_targets_that_count() -> None:
+    t, batches = trainer(), []
+    for ((tokens, targets),), ignored in zip(windows(3), (0, 3, 7), strict=True):
+        batches.append((tokens, targets.index_fill(1, torch.arange(ignored), IGNORE)))
+    with torch.no_grad():
+        losses = [summed_loss(t.engine.inner(tokens), targets) for tokens, targets in batches]
+    assert t.evaluate(batches) == pytest.approx(float(sum(losses)) / (4 * (8 + 5 + 1)), rel=1e-6)
+
+
+class Applied(Notes):
+    """Keeps the count of applied steps that each record is filed under, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied: dict[int, int] = {}
+
+    def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None:
+        super().metrics(step, applied, values)
+        self.applied[step] = applied
+
+
+def test_records_say_how_many_steps_were_applied_by_then() -> None:
+    t, notes = trainer(), Applied()
+    poisoned(t, lambda step: math.nan if step in (2, 3) else 1.0)
+    for window in windows(5):
+        t.step(window, notes)
+    assert notes.applied == {1: 1, 2: 1, 3: 1, 4: 2, 5: 3}
+    assert {step: values["applied"] for step, values in notes.values.items()} == notes.applied
+
+
+def test_the_spike_score_is_that_of_the_losses() -> None:
+    t, notes = trainer(every=100), Notes()
+    poisoned(t, lambda step: math.nan if step == 4 else 1.0)
+    losses = [t.step(window, notes).loss for window in windows(5)]
+    assert list(t.spikes.past) == [loss for loss in losses if math.isfinite(loss)]
+    assert len(set(losses)) == 5
+    assert notes.values[4]["spike"] == 1 / 4
+
+
+def test_unmeasured_steps_fill_no_rows_and_leave_no_record() -> None:
+    probes = (Activations(), Gradients())
+    t, notes = trainer(every=3, probes=probes, steps=7), Notes()
+    filled = []
+    for window in windows(7):
+        assert t.rows is not None
+        t.rows.zero_()
+        t.step(window, notes)
+        filled.append(bool((t.rows[:, 0] > 0).all()))
+        assert filled[-1] or not t.rows.any()
+    assert filled == [True, False, True, False, False, True, True]  # the first, every third, the last
+    assert sorted(notes.values) == [1, 3, 6, 7]
+    assert {step for step, _ in notes.profiles} == {1, 3, 6, 7}
+
+
+def test_tokens_a_second_are_those_of_training_since_the_last_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    t, notes = trainer(every=2), Notes()
+
+    def slow(seconds: float) -> Callable[..., None]:
+        def hook(*args: object) -> None:
+            now[0] += seconds
+
+        return hook
+
+    hook = t.engine.inner.register_forward_pre_hook(slow(0.5))
+    for step, window in enumerate(windows(5), start=1):
+        if step == 4:
+            hook.remove()
+            hook = t.engine.inner.register_forward_pre_hook(slow(100.0))
+            t.evaluate(window)
+            hook.remove()
+            hook = t.engine.inner.register_forward_pre_hook(slow(0.25))
+        t.step(window, notes)
+    # 4 x 8 targets a step: one in 0.5 s; one in 0.5 s; then one in 0.5 s and one in 0.25 s, with an evaluation between.
+    assert {n: values["tokens_s"] for n, values in notes.values.items()} == pytest.approx({1: 64, 2: 64, 4: 64 / 0.75})
+
+
+def test_only_the_last_micro_batch_is_reduced_over_ranks() -> None:
+    quiet = object()
+    engine = DDPEngine.__new__(DDPEngine)
+    engine.model = SimpleNamespace(no_sync=lambda: quiet)
+    assert engine.micro_batch(last=False) is quiet
+    assert engine.micro_batch(last=True) is not quiet
+
+    t, asked = trainer(accumulate=3, batch=12), []
+    real = t.engine.micro_batch
+    t.engine.micro_batch = lambda last: asked.append(last) or real(last)  # type: ignore[method-assign,func-returns-value]
+    t.step(windows(1, micro=3)[0], Notes())
+    assert asked == [False, False, True]

@@ -1,0 +1,55 @@
+"""One of two ranks: trains two steps with dropout and accumulation, and saves what no record tells.
+
+It is started as `python -m tests.integration.worker OUT`, with torch's variables for ranks in the environment.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from normscale.config.schema import RunConfig
+from normscale.train import run as run_module
+
+OUT = Path(sys.argv[1])
+CONFIG = RunConfig(
+    model={"M": 2, "d": 16, "heads": 2, "context": 16, "dropout": 0.5},
+    data={"max_bytes": 40_000},
+    train={"steps": 2, "batch": 8, "accumulate": 2, "eval_batches": 1},
+    probes={"every": 1},
+    tracking={"runs": str(OUT / "runs"), "uri": None},
+)
+
+
+def main() -> None:
+    saved: dict[str, Any] = {"reductions": [], "masks": [], "batches": []}
+    original = run_module.Trainer.step
+
+    def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Averages as without a hook, and counts."""
+        if bucket.is_last():
+            saved["reductions"][-1] += 1
+        averaged = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return averaged.get_future().then(lambda done: done.value()[0])
+
+    def step(self, window, recorder):  # type: ignore[no-untyped-def]
+        if self.attempted == 0:
+            self.engine.model.register_comm_hook(None, count)
+            self.engine.inner.dropout.register_forward_hook(
+                lambda module, args, out: saved["masks"].append(out == 0) if module.training else None
+            )
+        saved["reductions"].append(0)
+        saved["batches"] += [tokens for tokens, _ in window]
+        result = original(self, window, recorder)
+        saved["values"], saved["grads"] = self.engine.flat.values.clone(), self.engine.flat.grads.clone()
+        return result
+
+    run_module.Trainer.step = step  # type: ignore[method-assign]
+    run_module.run(CONFIG)
+    torch.save(saved, OUT / f"rank{os.environ['RANK']}.pt")
+
+
+main()
