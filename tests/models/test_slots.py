@@ -1,6 +1,7 @@
 """What a scheme may put inside the branches and on the logits, against formulas written out here."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -64,25 +65,25 @@ class Gated(Guest):
     gated = True
 
 
-def rows(layer: nn.Module, part: str) -> Tensor:
+def rows(layer: Any, part: str) -> Tensor:
     """The rows of a projection's weight that are for `part`."""
-    return next(layer.weight[rows] for _, rows, role in layer.roles() if role.part == part)  # type: ignore[operator,index]
+    return next(layer.weight[rows] for _, rows, role in layer.roles() if role.part == part)
 
 
-def attention(x: Tensor, branch: nn.Module) -> Tensor:
-    heads = [F.linear(x, rows(branch.qkv, part)).view(2, 8, 2, 8).transpose(1, 2) for part in "qkv"]  # type: ignore[arg-type]
+def attention(x: Tensor, branch: Any) -> Tensor:
+    heads = [F.linear(x, rows(branch.qkv, part)).view(2, 8, 2, 8).transpose(1, 2) for part in "qkv"]
     q, k, v = (h * f for h, f in zip(heads, QKV, strict=True))
     tables = rotary_tables(8, 8)
     scores = (rotate(q, tables) * ATTN_SCALE) @ rotate(k, tables).transpose(-1, -2) / 8**0.5
     weights = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
-    return F.linear((weights @ v).transpose(1, 2).reshape(2, 8, 16) * BEFORE_O, branch.o.weight)  # type: ignore[union-attr,arg-type]
+    return F.linear((weights @ v).transpose(1, 2).reshape(2, 8, 16) * BEFORE_O, branch.o.weight)
 
 
-def feedforward(x: Tensor, branch: nn.Module, gated: bool) -> Tensor:
-    parts = [rows(branch.up, part) for part in (("gate", "in") if gated else ("in",))]  # type: ignore[arg-type]
+def feedforward(x: Tensor, branch: Any, gated: bool) -> Tensor:
+    parts = [rows(branch.up, part) for part in (("gate", "in") if gated else ("in",))]
     up = torch.cat([F.linear(x, w) for w in parts], dim=-1) * before_act(gated)
     h = up[..., :24] * up[..., :24].sigmoid() * up[..., 24:] if gated else F.gelu(up)
-    return F.linear(h * AFTER_ACT, branch.out.weight)  # type: ignore[union-attr,arg-type]
+    return F.linear(h * AFTER_ACT, branch.out.weight)
 
 
 @pytest.mark.parametrize("scheme", [Guest, Gated])
@@ -103,22 +104,22 @@ def test_a_trained_logit_scale_gets_a_gradient(monkeypatch: pytest.MonkeyPatch) 
             return {"logit_scale": nn.Parameter(torch.linspace(1, 2, make.vocab))}
 
     monkeypatch.setitem(registry._SCHEMES, "guest", Trained)
-    model = build(ModelConfig(**MODEL, tied=False), 32, 0)
+    model: Any = build(ModelConfig(**MODEL, tied=False), 32, 0)
     scale = model.ends.tensor("logit_scale")
     logits = model(TOKENS)
-    torch.testing.assert_close(logits, model.features(TOKENS) @ model.logits.T * scale)  # type: ignore[union-attr]
+    torch.testing.assert_close(logits, model.features(TOKENS) @ model.logits.T * scale)
     logits.sum().backward()
     torch.testing.assert_close(scale.grad, (logits / scale).sum((0, 1)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_a_feedforward_without_slots_equals_its_formula(activation: str) -> None:
-    layer = FeedForward(16, 24, activation, True, 0.0, {})  # type: ignore[arg-type]
+def test_a_feedforward_without_slots_equals_its_formula(activation: Any) -> None:
+    layer: Any = FeedForward(16, 24, activation, True, 0.0, {})
     for p in layer.parameters():
         nn.init.normal_(p)
     x = torch.randn(2, 8, 16)
     up = {
-        part: F.linear(x, rows(layer.up, part), layer.up.bias[24 * i : 24 * i + 24])  # type: ignore[index]
+        part: F.linear(x, rows(layer.up, part), layer.up.bias[24 * i : 24 * i + 24])
         for i, part in enumerate(layer.up.parts)
     }
     h = F.silu(up["gate"]) * up["in"] if activation == "swiglu" else F.gelu(up["in"])
