@@ -201,23 +201,27 @@ class Trainer:
         """Returns the site where the step first went wrong (-1: unknown, or an end), and the parameter if known.
 
         A loss that is not finite went wrong on the way forward: the window runs once more, measured, and the first
-        site with a non-finite branch or stream is it. Otherwise it was backward, which starts at the last site, so the
-        last faulty parameter in model order is the first to have gone wrong.
+        site with a non-finite branch or stream on any rank is it (without dropout, so that a fault that only a mask
+        brought about stays unknown). Otherwise it went wrong backward, which starts at the last site, so that the last
+        faulty parameter in model order is the first.
         """
         model = self.engine.inner
         if math.isfinite(loss):
             bad = [fault.parameter for fault in faults if model.site_of(fault.parameter) >= 0]
             parameter = bad[-1] if bad else faults[0].parameter if faults else None
             return model.site_of(parameter), parameter
-        per_site = 1 + model.stream_count
-        rows = torch.zeros(len(model.sites()) * per_site, 3, device=self.engine.device)
+        sites, per_site = len(model.sites()), 1 + model.stream_count
+        rows, first = torch.zeros(sites * per_site, 3, device=self.engine.device), sites
         with self.engine.aside() as quiet:
             for tokens, _ in window:
                 quiet(tokens.to(self.engine.device), rows)
                 found = rows[:, 2].reshape(-1, per_site).sum(dim=1).nonzero()
                 if found.numel():
-                    return int(found[0]), None
-        return -1, None
+                    first = int(found[0])
+                    break
+        # Only the rank that held the bad sample has found it; all ranks are here, since they share the loss.
+        first = -int(self.engine.max(torch.tensor(-first, device=self.engine.device)))
+        return (first if first < sites else -1), None
 
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def test_the_depth_figure_shows_every_seed_of_every_arm(tmp_path: Path, drawn: l
     assert len(points) == len(main)
     assert {line.get_color() for line in axes.get_lines() if line.get_label() == "Post-Norm"} == {"#d62728"}
     titles = [axis.get_title() for axis in losses]
-    assert (len(titles), titles[0], titles[-1]) == (4, "2 blocks", "100 blocks")
+    assert (len(titles), titles[0], titles[-1]) == (4, "2 blocks", "48 blocks")
     at_two = [result for result in main if result.cell.depth == 2]
     assert len(losses[0].get_lines()) == 2 * len(at_two)  # a curve and the unigram entropy for each run
 

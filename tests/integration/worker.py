@@ -1,5 +1,7 @@
 """One of two ranks: trains two steps with dropout and accumulation, and saves what no record tells.
 
+In a third step the second rank alone has a fault, in the feed-forward of the second block.
+
 It is started as `python -m tests.integration.worker OUT`, with torch's variables for ranks in the environment.
 """
 
@@ -18,7 +20,7 @@ OUT = Path(sys.argv[1])
 CONFIG = RunConfig(
     model={"M": 2, "d": 16, "heads": 2, "context": 16, "dropout": 0.5},
     data={"max_bytes": 40_000},
-    train={"steps": 2, "batch": 8, "accumulate": 2, "eval_batches": 1},
+    train={"steps": 3, "batch": 8, "accumulate": 2, "eval_batches": 1, "on_nonfinite": "skip"},
     probes={"every": 1},
     tracking={"runs": str(OUT / "runs"), "uri": None},
 )
@@ -43,8 +45,13 @@ def main() -> None:
             )
         saved["reductions"].append(0)
         saved["batches"] += [tokens for tokens, _ in window]
+        if self.attempted == 2 and self.engine.rank == 1:
+            branch = self.engine.inner.sublayers()[3].branch
+            branch.register_forward_hook(lambda module, args, out: out * torch.inf)
         result = original(self, window, recorder)
-        saved["values"], saved["grads"] = self.engine.flat.values.clone(), self.engine.flat.grads.clone()
+        if result.applied:
+            saved["grads"] = self.engine.flat.grads.clone()
+        saved["values"] = self.engine.flat.values.clone()
         return result
 
     run_module.Trainer.step = step  # type: ignore[method-assign]

@@ -147,7 +147,7 @@ def test_the_loss_is_summed_in_fp32_and_leaves_out_what_is_ignored() -> None:
     kept = targets != IGNORE
     log_shares = logits.double().log_softmax(-1)[kept]
     assert loss.dtype is torch.float32
-    assert float(loss) == pytest.approx(-float(log_shares.gather(1, targets[kept].unsqueeze(1)).sum()), rel=1e-6)
+    assert float(loss) == pytest.approx(-float(log_shares.gather(1, targets[kept].unsqueeze(1)).sum()), rel=1e-5)
 
 
 def test_evaluation_is_a_mean_over_the_targets_that_count() -> None:
