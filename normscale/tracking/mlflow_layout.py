@@ -87,8 +87,10 @@ def cell_tag(cell: Cell) -> str:
 
 
 def _with_role(name: str, cell: Cell) -> str:
+    """Returns the name with what sets the role apart, unless the name tells it already (" lr/3", " x5 steps")."""
     extra = {"low-lr": f"lr{short_lr(cell.lr)}", "long": "long"}.get(cell.role, "")
-    return name if extra in name else f"{name} {extra}"
+    told = {"low-lr": (" lr",), "long": (" long", " steps")}.get(cell.role, ("",))
+    return name if any(mark in name for mark in told) else f"{name} {extra}"
 
 
 def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:

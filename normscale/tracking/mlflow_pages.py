@@ -54,7 +54,8 @@ def claim_page(
     verdict = manifest.verdict or {}
     ended = sum(record.end is not None for record in records.values())
     progress = f"{ended} of {len(manifest.runs)} runs ended"
-    headline = str(verdict.get("headline") or "").strip() or manifest.says
+    word = verdict_of(manifest).upper()
+    headline = str(verdict.get("headline") or "").strip().removeprefix(f"{word} - ") or manifest.says
     shown = sum(manifest.cell_of(run).role != APART for run in manifest.runs)
     count = f"all {shown}" if shown == len(manifest.runs) else f"{shown} of {len(manifest.runs)}"
     links = [f"[Charts of {count} runs]({charts_path(experiment, manifest.key)})"]
@@ -62,7 +63,7 @@ def claim_page(
     if manifest.report:
         links.append(f"[report]({run_path(experiment, parent, 'report.html')})")
     lines = [
-        f"**{verdict_of(manifest).upper()}** - {headline}" + ("" if manifest.verdict else f" ({progress})"),
+        f"**{word}** - {headline}" + ("" if manifest.verdict else f" ({progress})"),
         " - ".join(links),
         "",
         *_gap_table(manifest, records, outcomes),

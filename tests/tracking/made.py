@@ -164,7 +164,7 @@ def cell(run: str, arm: str = "post", depth: int = 12, seed: int = 0, role: str 
 
 VERDICT = {
     "verdict": "supported",
-    "headline": "Post-Norm stays at the unigram entropy from 12 layers on (gap 0.02 nats, bar: < 0.1).",
+    "headline": "SUPPORTED - Post-Norm stays at the unigram entropy from 12 layers on (gap 0.02 nats, bar: < 0.1).",
     "measured": [{"name": "gap of post at 48 layers", "value": 0.0213456, "lo": 0.0101, "hi": 0.0302, "unit": "nats"}],
     "parts": [
         {"expect": "post is stuck from 12 layers on", "verdict": "supported", "detail": "9 of 9 runs"},

@@ -155,7 +155,8 @@ def claim_page(runs, verdict):
 def test_the_front_page_gives_verdict_and_links_in_its_first_two_lines(runs):
     made, page = claim_page(runs, VERDICT)
     first, second, *_ = page.split("\n")
-    assert first == f"**SUPPORTED** - {VERDICT['headline']}"
+    assert first == f"**SUPPORTED** - {VERDICT['headline'].removeprefix('SUPPORTED - ')}"
+    assert first.count("SUPPORTED") == 1
     view = "#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
     view += "&viewStateShareKey=depth-postnorm-dies-cpu"
     assert f"[Charts of all 4 runs]({view})" in second
@@ -229,3 +230,10 @@ def test_every_chart_shows_a_key_that_is_recorded(runs):
     for chart in views.view(read_manifest(make_manifest(runs, [cell("a")])))["compareRunCharts"]:
         key = chart.get("metricKey") or chart.get("yaxis", {}).get("key")
         assert key in recorded or chart["imageKeys"][0] in ("3-grad/heat", "4-resid/heat")
+
+
+def test_a_name_that_tells_its_role_is_not_told_it_again():
+    from dataclasses import replace
+
+    for role, name in (("low-lr", "L0024 post lr/3"), ("long", "L0024 post x5 steps")):
+        assert layout.cell_tag(replace(_cell(), cell=name, role=role, lr=3e-4)) == name
