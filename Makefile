@@ -34,7 +34,7 @@ help: ## this list
 	    printf '  make %-12s %s\n' "$$name" "$$says"; done
 	@echo
 	@echo 'PYTHON=path of Python 3.11 or newer; TORCH_INDEX=URL of one of PyTorch'\''s own wheel indices (CPU or a CUDA version).'
-	@echo 'ARGS are shell words: make train ARGS="train.steps=50 '\''name=a b'\''"; DRY_RUN=1 shows what train would start.'
+	@echo 'ARGS are shell words: make train ARGS="train.steps=50 '\''name=a b'\''"; DRY_RUN=1 shows what train or claim would start.'
 
 .PHONY: reproduce
 reproduce: $(STAMP) ## trains the core claims' runs, judges them, writes the report; goes on where it was interrupted
@@ -65,7 +65,7 @@ claim: $(STAMP) ## runs and judges one claim (CLAIM=id PROFILE=smoke|cpu|gpu ARG
 	@$(PY) -m normscale claim run $(call quoted,CLAIM) --profile $(call quoted,PROFILE) $(value ARGS)
 
 .PHONY: claims-list
-claims-list: $(STAMP) ## lists the claims and what is known about each
+claims-list: $(STAMP) ## lists the claims
 	@$(PY) -m normscale claim list
 
 .PHONY: report

@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("words", nargs="*", metavar="ID", help="claims to run; core stands for every core claim")
     run.add_argument("--core", action="store_true", help="the core claims")
     run.add_argument("--profile", choices=("smoke", "cpu", "gpu"), default="cpu", help="how much (default cpu)")
+    run.add_argument("--dry-run", action="store_true", help="list the runs, start none (as DRY_RUN=1)")
     run.add_argument("--workers", type=int, help="runs at a time (default: one a core)")
     _store(run)
     run.set_defaults(call=_claim_run)
@@ -254,13 +255,20 @@ def _claim_list(options: argparse.Namespace) -> int:
 
 
 def _claim_run(options: argparse.Namespace) -> int:
-    from normscale.claims.runner import run_claims
+    from normscale.claims.runner import planned, run_claims
 
     ids = [*options.words, *(["core"] if options.core else [])]
     if not ids:
         raise BadInput("claim run: no claim; name one of normscale claim list, or give --core")
     _check_folder(options.runs, "--runs", made=True)
-    return run_claims(ids, options.profile, runs=options.runs, uri=options.uri, workers=options.workers)
+    if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
+        print("\n".join(planned(ids, options.profile)))
+        return 0
+    try:
+        return run_claims(ids, options.profile, runs=options.runs, uri=options.uri, workers=options.workers)
+    except KeyboardInterrupt:
+        print("finished runs are kept; the same command goes on with the others", file=sys.stderr)
+        raise
 
 
 def _claim_report(options: argparse.Namespace) -> int:

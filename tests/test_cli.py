@@ -198,3 +198,22 @@ def test_training_and_stopping_on_non_finite_values(tmp_path: Path, capsys: pyte
     err = capsys.readouterr().err
     assert err.startswith("normscale: stopped at step 2: the loss or the gradient was not finite")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("words", "variable"), [(["--dry-run"], ""), ([], "1")])
+def test_a_dry_run_of_a_claim_lists_its_runs_and_starts_none(
+    words: list[str],
+    variable: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    from normscale.claims import runner
+
+    monkeypatch.setenv("DRY_RUN", variable)
+    monkeypatch.setattr(runner, "run_claims", lambda *args, **kwargs: pytest.fail("it was started"))
+    assert main(["claim", "run", "update-bounded", "--profile", "smoke", "--runs", str(tmp_path / "runs"), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("update-bounded: L0002 post-sgd s0: scheme=post M=2 sgd lr=3e-06")
+    assert lines[-1] == f"{len(lines) - 1} runs in profile smoke; nothing was started"
+    assert not (tmp_path / "runs").exists()

@@ -130,7 +130,7 @@ def publish(written: Written, results: Path | None = None) -> list[Path]:
             path = results / f"{reported.claim.id}.json"
             record = reported.numbers() | {
                 "date": time.strftime("%Y-%m-%d"),
-                "environment": reported.environments(),
+                "environment": [_public(environment) for environment in reported.environments()],
                 "cells": [_cell(result, run) for result, run in zip(reported.results, reported.run_ids, strict=True)],
             }
             write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
@@ -140,6 +140,11 @@ def publish(written: Written, results: Path | None = None) -> list[Path]:
     except OSError as error:
         raise StoreError(f"{results}: cannot be written ({error.strerror})") from None
     return files
+
+
+def _public(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a published record says of a machine: what it is, not which."""
+    return {key: value for key, value in environment.items() if key not in ("host", "platform")}
 
 
 def table(claims: Sequence[Reported], width: int | None = None) -> str:

@@ -69,6 +69,7 @@ def run_claims(
     configs = [
         (claim, [(cell, run_config(claim, cell, str(runs), uri)) for cell in claim.cells(profile)]) for claim in claims
     ]
+    reports = reports / "smoke" if profile == "smoke" else reports  # reports/latest keeps its verdicts
     writable(reports)
     print(f"{', '.join(claim.id for claim in claims)}: profile {profile}", flush=True)
     with _devices(profile), _sigterm():
@@ -84,6 +85,22 @@ def run_claims(
     for job in lost:
         print(f"normscale: no result: {job.name}: {job.note}", file=sys.stderr)
     return 1 if lost else 0
+
+
+def planned(ids: Sequence[str], profile: ProfileName) -> list[str]:
+    """Returns a line for each run that `run_claims` would start or find done: its claim, name and what sets it apart.
+
+    Raises:
+        BadInput: there is no such claim.
+    """
+    lines = []
+    for claim in select(list(ids), list_claims()):
+        for cell in claim.cells(profile):
+            config = run_config(claim, cell, "runs", None)
+            optim = config.train.optim
+            setting = f"scheme={config.model.scheme} M={config.model.M} {optim.name} lr={optim.lr:g}"
+            lines.append(f"{claim.id}: {cell.name}: {setting} steps={config.train.steps} seed={config.seed}")
+    return [*lines, f"{len(lines)} runs in profile {profile}; nothing was started"]
 
 
 def _train(
@@ -209,7 +226,7 @@ class _Sink:
         if self.uri is None:
             return []
         found = [line for claim in claims for line in links(self.runs, self.uri, claim.id, profile)]
-        return ["", *found, "`normscale ui` opens these"] if found else []
+        return ["", *found, "`make ui` (or `normscale ui`) opens these"] if found else []
 
 
 @contextmanager

@@ -122,10 +122,8 @@ class _Claim:
         if verdict is None:
             store.set_status(f"{self.what}, status", self.parent, "RUNNING" if live else "KILLED", None)
             return
-        first = (verdict.get("measured") or [{}])[0]
         failed = sum(word in ("nan", "error") for word in self.words.values())
         numbers: dict[str, Any] = {"cells": len(self.manifest.runs), "failed": failed}
-        numbers |= {"effect": first.get("value"), "lo": first.get("lo"), "hi": first.get("hi")}
         now = int(time.time() * 1000)
         points = [layout.at_end(key, value, now) for key, value in numbers.items()]
         there = self.parent.data.metrics

@@ -148,7 +148,8 @@ def points(record: RunRecord) -> list[Point]:
     at all other recorded steps.
     """
     found: list[Point] = []
-    summary, ended = record.summary, int(record.end["t"]) if record.end else 0
+    summary = record.summary | {"update_end": update_at_end(record)}
+    ended = int(record.end["t"]) if record.end else 0
     for name, quantity in QUANTITIES.items():
         key = quantity.mlflow
         if key is None or key == NON_FINITE:
@@ -160,6 +161,13 @@ def points(record: RunRecord) -> list[Point]:
             found += _finite(key, record.series[name])
     first_other = next((index for index, point in enumerate(found) if point.key > NON_FINITE), len(found))
     return found[:first_other] + _flags(record) + found[first_other:]
+
+
+def update_at_end(record: RunRecord) -> float | None:
+    """Returns log10 of the last model update over the learning rate: arms with other rates can stand side by side."""
+    update = record.last_finite("update")
+    rate = record.start.get("config", {}).get("train", {}).get("optim", {}).get("lr")
+    return math.log10(update / rate) if update and rate else None
 
 
 def at_end(name: str, value: Any, t: int) -> Point | None:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from normscale.tracking.manifest import Manifest
-from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED
+from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, update_at_end
 from normscale.tracking.mlflow_view import APART
 from normscale.tracking.spool import RunRecord
 from normscale.tracking.text import event_line, nonfinite_points, number
@@ -66,7 +66,7 @@ def claim_page(
         f"**{word}** - {headline}" + ("" if manifest.verdict else f" ({progress})"),
         " - ".join(links),
         "",
-        *_gap_table(manifest, records, outcomes),
+        *_table(manifest, records, outcomes),
         "",
     ]
     if manifest.figures:
@@ -177,28 +177,34 @@ def event_page(record: RunRecord, event: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _gap_table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mapping[str, str]) -> list[str]:
-    """Returns arms by depths: the mean over seeds of the gap; bold where a run did not train."""
+def _table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mapping[str, str]) -> list[str]:
+    """Returns arms by depths: the mean over seeds of the gap, bold where a run did not train.
+
+    For a claim about signals, whose runs are too short to train, of the update over the learning rate.
+    """
+    signals = manifest.family == "signals"
     cells = [cell for cell in manifest.cells if cell.role in ("main", "control")]
     arms = list(dict.fromkeys(cell.arm for cell in cells))
     depths = sorted({cell.depth for cell in cells})
     if not cells:
         return []
     lines = [
-        "| gap, nats | " + " | ".join(f"L{depth:04d}" for depth in depths) + " |",
+        f"| {'log10 update / lr' if signals else 'gap, nats'} | "
+        + " | ".join(f"L{depth:04d}" for depth in depths)
+        + " |",
         "|---" * (len(depths) + 1) + "|",
     ]
     for arm in arms:
         row = [arm]
         for depth in depths:
             runs = list(dict.fromkeys(c.run for c in cells if c.arm == arm and c.depth == depth and c.run in records))
-            gaps = [records[run].summary.get("gap") for run in runs]
-            good = [float(gap) for gap in gaps if isinstance(gap, int | float) and math.isfinite(gap)]
+            values = [update_at_end(records[run]) if signals else records[run].summary.get("gap") for run in runs]
+            good = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
             words = [outcomes[run] for run in runs]
             text = number(sum(good) / len(good), 3) if good else "-" if not runs or "running" in words else "none"
             if any(word in NOT_TRAINED for word in words):
                 text = f"**{text}**"
-            named = ("nan", "error", "interrupted", *UNJUDGED)
+            named = ("nan", "error", "interrupted", *(() if signals else UNJUDGED))
             stopped = [f"{words.count(word)} {word}" for word in named if word in words]
             row.append(text + (f" ({', '.join(stopped)})" if stopped else ""))
         lines.append("| " + " | ".join(row) + " |")

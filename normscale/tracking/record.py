@@ -52,6 +52,8 @@ quantity("grad_min_end", "1", "first", "0-end/gmin", "smallest sublayer gradient
 quantity("bad_step", "steps", "first", "0-end/badstep", "first step with a non-finite loss or gradient, -1 none")
 quantity("bad_layer", "sublayers", "first", "0-end/badlayer", "sublayer of the first non-finite gradient, -1 none")
 
+quantity("update_end", "log10", "first", "0-end/update", "log10 of model update over learning rate, last measured step")
+
 quantity("loss_train", "nats", "sum", "1-loss/train", "cross-entropy of the step's batch, per target")
 quantity("loss_val", "nats", "sum", "1-loss/val", "cross-entropy on the held-out split, per target")
 quantity("loss_gap", "nats", "sum", "1-loss/gap", "unigram entropy minus held-out loss")

@@ -3,6 +3,7 @@
 import os
 import select
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def parent_gone() -> Callable[[], bool]:
 
 
 def links(runs: Path, uri: str, claim_id: str, profile: str | None = None, host: str = "127.0.0.1:5000") -> list[str]:
-    """Returns the lines that a terminal prints for a claim: its page, its charts, its first events.
+    """Returns the lines that a terminal prints for a claim: its name, its page, its charts, its first events.
 
     Empty when the claim is not in the store yet.
     """
@@ -99,6 +100,7 @@ def links(runs: Path, uri: str, claim_id: str, profile: str | None = None, host:
     for key, entry in remembered.items():
         if entry.get("id") == claim_id and profile in (None, entry.get("profile")):
             experiment = str(entry["experiment"])
+            lines.append(f"{claim_id}, profile {entry.get('profile')}")
             lines.append(f"claim    {base}/{run_path(experiment, str(entry['run']))}")
             lines.append(f"charts   {base}/{charts_path(experiment, key)}")
             for _, run, path in entry.get("events", [])[:_MAX_EVENT_LINKS]:
@@ -125,6 +127,7 @@ def ui_command(uri: str, artifacts: Path | None, port: int) -> tuple[list[str], 
     folder = Path(artifacts).absolute() if artifacts else Path(uri.removeprefix(SQLITE)).parent / "mlartifacts"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", uri, "--artifacts-destination", str(folder)]
+    command += ["--uvicorn-opts", "--log-level warning"]  # a line for every click would push the links away
     return command, dict(os.environ) | QUIET | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
@@ -155,7 +158,9 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
             reason = getattr(error, "strerror", None) or error
             raise StoreError(f"port {port}: cannot be used ({reason}); choose another with --port") from None
     print(f"starting the MLflow UI of {path} (some ten seconds) ...", flush=True)
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    # In a session of its own, Ctrl-C reaches this process alone, which ends the server without its traceback.
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     try:
         if wait_for_health(port, _UI_START_S, lambda: server.poll() is None):
             print(f"open     http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning")

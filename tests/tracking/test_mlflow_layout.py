@@ -7,7 +7,7 @@ from normscale.tracking import mlflow_layout as layout
 from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import mlflow_view as views
 from normscale.tracking.manifest import read_manifest
-from normscale.tracking.spool import read_run
+from normscale.tracking.spool import SpoolWriter, read_run
 from tests.tracking.made import VERDICT, cell, make_manifest, make_run
 
 
@@ -237,3 +237,13 @@ def test_a_name_that_tells_its_role_is_not_told_it_again():
 
     for role, name in (("low-lr", "L0024 post lr/3"), ("long", "L0024 post x5 steps")):
         assert layout.cell_tag(replace(_cell(), cell=name, role=role, lr=3e-4)) == name
+
+
+def test_the_update_at_the_end_is_counted_in_learning_rates(tmp_path):
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.start(run_id="r", config={"train": {"optim": {"lr": 1e-3}}})
+        spool.metrics(1, 1, {"update": 5.0})
+        spool.metrics(10, 10, {"update": 0.1})
+        spool.end("finished", 0, {"gap": 0.5})
+    found = {point.key: point.value for point in layout.points(read_run(tmp_path))}
+    assert found["0-end/update"] == 2.0
