@@ -160,7 +160,7 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
     print(f"starting the MLflow UI of {path} (some ten seconds) ...", flush=True)
     # In a session of its own, Ctrl-C reaches this process alone, which ends the server without its traceback.
     server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if wait_for_health(port, _UI_START_S, lambda: server.poll() is None):
             print(f"open     http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning")
@@ -171,6 +171,7 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
+        signal.signal(signal.SIGTERM, before)
         if server.poll() is None:
             server.terminate()
             server.wait()
