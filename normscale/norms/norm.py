@@ -1,8 +1,5 @@
-"""The contract of a norm function, and the registry that finds them."""
+"""The contract of a norm function, and the registry of the norms in this folder."""
 
-import importlib
-import pkgutil
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +7,8 @@ from torch import Tensor, nn
 
 import normscale.norms as package
 from normscale.config.schema import Section
-from normscale.errors import ConfigError, nearest
 from normscale.ops.residual import scaled_residual
+from normscale.registry import Registry
 
 
 class Norm(nn.Module):
@@ -50,36 +47,5 @@ class Norm(nn.Module):
         return f"{self.width}, eps={self.eps:g}"
 
 
-_NORMS: dict[str, type[Norm]] = {}
-
-
-def register(name: str) -> Callable[[type[Norm]], type[Norm]]:
-    """Returns a class decorator that enters a norm under `name`."""
-
-    def enter(cls: type[Norm]) -> type[Norm]:
-        cls.name = name
-        _NORMS[name] = cls
-        return cls
-
-    return enter
-
-
-def norm_names() -> list[str]:
-    """Returns the names of all norms, sorted."""
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-    return sorted(_NORMS)
-
-
-def find_norm(name: str) -> type[Norm]:
-    """Returns the norm class called `name`.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are and names the nearest.
-    """
-    names = norm_names()
-    if name not in names:
-        raise ConfigError(
-            f"model.norm: {name!r} is not a norm{nearest(name, names)} (allowed: {', '.join(names)})", key="model.norm"
-        )
-    return _NORMS[name]
+NORMS: Registry[Norm] = Registry(package, "norm", "model.norm")
+register, norm_names, find_norm = NORMS.register, NORMS.names, NORMS.find

@@ -88,7 +88,7 @@ def feedforward(x: Tensor, branch: Any, gated: bool) -> Tensor:
 
 @pytest.mark.parametrize("scheme", [Guest, Gated])
 def test_every_slot_is_used_and_in_its_place(scheme: type[Guest], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._SCHEMES, "guest", scheme)
+    monkeypatch.setitem(registry.SCHEMES.classes, "guest", scheme)
     model = build(ModelConfig(**MODEL, activation="swiglu" if scheme.gated else "gelu"), 32, 0).double()
     x = model.token[TOKENS] * 4.0
     for sublayer in model.sublayers():
@@ -103,7 +103,7 @@ def test_a_trained_logit_scale_gets_a_gradient(monkeypatch: pytest.MonkeyPatch) 
         def own_ends(self, depth: Depth, side: str, make: Make) -> Parts:
             return {"logit_scale": nn.Parameter(torch.linspace(1, 2, make.vocab))}
 
-    monkeypatch.setitem(registry._SCHEMES, "guest", Trained)
+    monkeypatch.setitem(registry.SCHEMES.classes, "guest", Trained)
     model: Any = build(ModelConfig(**MODEL, tied=False), 32, 0).double()
     scale = model.ends.tensor("logit_scale")
     logits = model(TOKENS)
@@ -159,6 +159,6 @@ def test_blocks_share_a_structure_exactly_when_one_graph_serves_both(
     first: Parts, other: Parts, structures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme = type("Pair", (Tagged,), {"own_parts": (first, other)})
-    monkeypatch.setitem(registry._SCHEMES, "guest", scheme)
+    monkeypatch.setitem(registry.SCHEMES.classes, "guest", scheme)
     model: Decoder = build(ModelConfig(**MODEL | {"M": 3}), 32, 0)
     assert model.structures == structures

@@ -105,7 +105,7 @@ def test_vectors_at_the_ends_have_deviation_gain_over_root_width(monkeypatch: py
         def gain(self, depth: Depth, site: Site | None, role: Role) -> float:
             return {"token": 0.5, "position": 2.0, "logits": 3.0}.get(role.part, 1.0)
 
-    monkeypatch.setitem(registry._SCHEMES, "guest", Guest)
+    monkeypatch.setitem(registry.SCHEMES.classes, "guest", Guest)
     config = ModelConfig(M=1, d=64, heads=1, context=256, tied=False, positions="learned")
     plain, scaled = (build(config.model_copy(update={"scheme": scheme}), 256, 0) for scheme in ("post", "guest"))
     for name, gain in {"token": 0.5, "position": 2.0, "logits": 3.0}.items():

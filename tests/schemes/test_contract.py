@@ -92,7 +92,7 @@ def guests() -> Iterator[None]:
         registry.register(name)(cls)
     yield
     for name in GUESTS:
-        del registry._SCHEMES[name]
+        del registry.SCHEMES.classes[name]
 
 
 def ln(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Guest(Scheme):
 
 @pytest.fixture(autouse=True)
 def guest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._SCHEMES, "guest", Guest)
+    monkeypatch.setitem(registry.SCHEMES.classes, "guest", Guest)
     for kept in (Guest.log, Guest.profiled, Guest.given):
         kept.clear()
 
@@ -125,7 +125,7 @@ def test_a_run_keeps_what_the_calibration_set(tmp_path: Path, monkeypatch: pytes
             def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
                 return (streams[0] + self.factor * out,)
 
-        monkeypatch.setitem(registry._SCHEMES, "guest", Silenced)
+        monkeypatch.setitem(registry.SCHEMES.classes, "guest", Silenced)
         train = {"steps": 1, "batch": 4, "eval_batches": 1}
         values[factor] = run(config(tmp_path / str(factor), model=SMALL, train=train, probes={"every": 1})).summary
     assert values[0.0]["grad_min_end"] == 0.0  # no branch is heard, so none learns
