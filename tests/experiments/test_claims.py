@@ -79,4 +79,5 @@ def test_smoke_runs_of_all_claims_end_and_judge_nothing(tmp_path: Path, capsys: 
     for claim in CLAIMS:
         assert f"{claim}" in said.out
     assert said.out.count("NOT RUN") == len(CLAIMS)
-    assert (tmp_path / "reports" / "latest" / "report.html").exists()
+    assert (tmp_path / "reports" / "smoke" / "latest" / "report.html").exists()
+    assert not (tmp_path / "reports" / "latest").exists()  # a smoke run must not take the place of verdicts

@@ -102,6 +102,7 @@ def test_the_command_of_the_ui(tmp_path, monkeypatch):
     assert command == [
         *[sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "5123", "--workers", "1"],
         *["--backend-store-uri", store, "--artifacts-destination", files],
+        *["--uvicorn-opts", "--log-level warning"],
     ]
     assert environment["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
@@ -181,3 +182,33 @@ def test_a_server_that_dies_in_the_middle_loses_nothing_and_doubles_nothing(runs
     assert doubled == []
     artifacts = Path(database.removeprefix("sqlite:///")).with_name("mlartifacts")
     assert len(list(artifacts.rglob("record.txt"))) == 2
+
+
+UI = """
+import subprocess, sys
+from pathlib import Path
+from normscale.tracking import sink_process
+sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+sink_process.ui_command = lambda *args: (sleeper, None)
+sink_process.wait_for_health = lambda *args: False
+sys.exit(sink_process.ui(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_ui_takes_its_server_with_it(tmp_path, number):
+    (tmp_path / "mlflow.db").touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-c", UI, f"sqlite:///{tmp_path}/mlflow.db", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # "starting the MLflow UI ..."
+        server = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
