@@ -65,3 +65,16 @@ def test_every_recorded_number_agrees(records: tuple[RunRecord, RunRecord]) -> N
 def test_accumulation_and_ranks_do_not_hurry_the_schedule(records: tuple[RunRecord, RunRecord]) -> None:
     rates = records[1].series["lr"]
     assert rates.values[rates.steps.index(8)] == pytest.approx(0.8 * rates.values[-1])
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one_run_in_mlflow(records: tuple[RunRecord, RunRecord], tmp_path: Path) -> None:
+    import mlflow
+
+    from normscale.tracking.mlflow_sink import sync
+
+    two, uri = records[1], f"sqlite:///{tmp_path}/mlflow.db"
+    assert sync(two.run_dir.parent, uri).ok
+    client = mlflow.MlflowClient(uri)
+    found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert [run.data.tags["normscale.run"] for run in found] == [two.run_id]
