@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normscale.models.attention import Rotary
+from normscale.models.attention import Context
 from normscale.ops.statistics import write_row
 from normscale.schemes.scheme import Own, Scheme, Site, Streams
 
@@ -28,10 +28,12 @@ class Sublayer(nn.Module):
         first = site.index * (1 + streams)
         self.register_buffer("rows_of_site", torch.arange(first, first + 1 + streams), persistent=False)
 
-    def forward(self, streams: Streams, rotary: Rotary | None, rows: Tensor | None) -> Streams:
-        out = self.branch(self.scheme.read(streams, self.own), rotary)
+    def forward(self, streams: Streams, context: Context, rows: Tensor | None) -> Streams:
+        out = self.branch(self.scheme.read(streams, self.own), context)
         if self.dropout:
             out = F.dropout(out, self.dropout, self.training)
+        if torch.promote_types(out.dtype, streams[0].dtype) is not streams[0].dtype:
+            out = out.to(streams[0].dtype)  # a wider branch would widen the stream
         if rows is not None:
             write_row(rows, self.rows_of_site[:1], out)
         streams = self.scheme.write(streams, out, self.own)
@@ -42,7 +44,7 @@ class Sublayer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, then feed-forward.
+    """Self-attention, cross-attention where there is an encoder beside, then feed-forward.
 
     Shape: streams, each [B, T, D]; result the same.
     """
@@ -51,9 +53,9 @@ class Block(nn.Module):
         super().__init__()
         self.sublayers = nn.ModuleDict(dict(sublayers))
 
-    def forward(self, streams: Streams, rotary: Rotary | None, rows: Tensor | None) -> Streams:
+    def forward(self, streams: Streams, context: Context, rows: Tensor | None) -> Streams:
         for sublayer in self.sublayers.values():
-            streams = sublayer(streams, rotary, rows)
+            streams = sublayer(streams, context, rows)
         return streams
 
     def __iter__(self) -> Iterator[Sublayer]:

@@ -5,46 +5,67 @@ from torch import nn
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
-from normscale.models.attention import SelfAttention
+from normscale.models.attention import CrossAttention, Latent, QKNorm, SelfAttention
 from normscale.models.block import Block, Sublayer
 from normscale.models.feedforward import FeedForward
 from normscale.models.init import initialise
 from normscale.models.plan import Plan, resolve
-from normscale.models.stack import Decoder
+from normscale.models.stack import Transformer
 from normscale.schemes import Make, Own, Site
+from normscale.schemes.scheme import Side
 
 GRAPHS_A_STRUCTURE = 4  # plain and measured, each with and without gradients
 
 
-def build(config: ModelConfig, vocab: int, seed: int) -> Decoder:
+def build(config: ModelConfig, vocab: int, seed: int) -> Transformer:
     """Returns the model on the CPU, in fp32, initialised from `seed`.
 
     Raises:
         ConfigError: as `resolve`.
     """
     plan = resolve(config)
-    scheme, depth, d = plan.scheme, plan.depth, config.d
-
-    def make_norm(width: int | None = None) -> nn.Module:
-        return plan.norm(width or d, config.eps, plan.norm_options)
-
+    scheme, depth = plan.scheme, plan.depth
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    make = Make(d, config.heads, plan.ffn, vocab, make_norm, generator)
-    ends = Own("decoder", scheme.own_ends(depth, "decoder", make))
-    streams = len(scheme.enter(torch.zeros(1, 1, d), ends))
+    make = plan.make(vocab, generator)
+    source_ends = _ends(plan, "encoder", make, headless=True) if depth.topology == "encoder-decoder" else None
+    ends = _ends(plan, "decoder" if depth.M else "encoder", make)
+    streams = _streams(plan, ends, source_ends)
     blocks: dict[tuple[str, int], dict[str, Sublayer]] = {}
     for site in depth.sites():
         own = Own(site.kind, scheme.own(depth, site, make))
         sublayer = Sublayer(scheme, site, own, _branch(plan, site, make), config.dropout, streams)
         blocks.setdefault((site.side, site.block), {})[site.kind] = sublayer
-    model = Decoder(plan, vocab, ends, [Block(sublayers) for sublayers in blocks.values()])
-    initialise(model, config.init, config.init_std, generator)
+    norms = (
+        make.norm() if config.embedding_norm else None,
+        make.norm() if config.embedding_norm and source_ends is not None else None,
+    )
+    model = Transformer(plan, vocab, ends, source_ends, [Block(sublayers) for sublayers in blocks.values()], norms)
+    initialise(model, config, generator)
     if config.compile:
         _compile(model)
     return model
 
 
-def _compile(model: Decoder) -> None:
+def _ends(plan: Plan, side: Side, make: Make, headless: bool = False) -> Own:
+    parts = plan.scheme.own_ends(plan.depth, side, make)
+    # The logits are scaled at the side with the head alone: a parameter here would never get a gradient.
+    return Own(side, {name: part for name, part in parts.items() if not headless or name != "logit_scale"})
+
+
+def _streams(plan: Plan, ends: Own, source_ends: Own | None) -> int:
+    """Returns the number of the scheme's streams, which rows are laid out by."""
+    emb = torch.zeros(1, 1, plan.config.d)
+    counts = [len(plan.scheme.enter(emb, side)) for side in (ends, source_ends) if side is not None]
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"model.scheme: {plan.config.scheme} has {counts[1]} streams in the encoder and {counts[0]} in the decoder;"
+            " both sides need the same number, so choose another scheme or a single stack",
+            key="model.scheme",
+        )
+    return counts[0]
+
+
+def _compile(model: Transformer) -> None:
     """Compiles block by block; more graphs than structures and modes explain are an error, not a fall back to eager.
 
     Compiling `forward` and not the block leaves hooks on the block eager, and lets all blocks of one structure share
@@ -52,8 +73,9 @@ def _compile(model: Decoder) -> None:
     """
     import torch._dynamo.config as dynamo
 
-    # Batches of other shapes (a last evaluation batch, the update probe's) take graphs of their own: hence twice.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * GRAPHS_A_STRUCTURE * model.structures)
+    # Batches of other shapes (a last evaluation batch, the update probe's), and with or without padding, take graphs
+    # of their own: hence four times.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * GRAPHS_A_STRUCTURE * model.structures)
     dynamo.fail_on_recompile_limit_hit = True
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
@@ -62,8 +84,17 @@ def _compile(model: Decoder) -> None:
 def _branch(plan: Plan, site: Site, make: Make) -> nn.Module:
     config = plan.config
     slots = plan.scheme.slots(plan.depth, site, make)
-    if site.kind == "self":
-        return SelfAttention(config.d, config.heads, config.bias, config.dropout, slots)
     if site.kind == "ffn":
         return FeedForward(config.d, plan.ffn, config.activation, config.bias, config.dropout, slots)
-    raise ConfigError("model.N: encoder stacks are not built yet; use N=0 (decoder-only)", key="model.N")
+    qk_norm = None if config.qk_norm == "none" else QKNorm(config.d, config.heads, config.qk_norm, make.norm)
+    latent = None
+    if config.kv_latent is not None:
+        latent = Latent(site.kind, config.d, config.kv_latent, config.bias, make.norm(config.kv_latent))
+    if site.kind == "cross":
+        return CrossAttention(
+            config.d, config.heads, config.bias, config.dropout, slots, qk_norm=qk_norm, latent=latent
+        )
+    causal = site.side == "decoder"
+    return SelfAttention(
+        config.d, config.heads, config.bias, config.dropout, slots, causal=causal, qk_norm=qk_norm, latent=latent
+    )

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normscale.ops.products import NATIVE, Products
 from normscale.schemes.scheme import Part, Role
 
 
@@ -19,6 +19,8 @@ class Projection(nn.Module):
     Shape: x [..., D_in]; y [..., sum of the parts' widths].
     """
 
+    products: Products = NATIVE
+
     def __init__(self, kind: Literal["self", "cross", "ffn"], d_in: int, parts: dict[Part, int], bias: bool) -> None:
         super().__init__()
         self.kind: Literal["self", "cross", "ffn"] = kind
@@ -28,7 +30,7 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.products.linear(x, self.weight, self.bias)
 
     def roles(self) -> Iterator[tuple[str, slice, Role]]:
         """Yields (parameter name, rows, role) for every part of the weight and of the bias."""

@@ -1,44 +1,76 @@
-"""The decoder-only language model: embeddings, a flat list of blocks, a head."""
+"""The Transformer: embeddings, a flat list of blocks, a head; with an encoder, a decoder, or both."""
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from normscale.models.attention import rotary_tables
+from normscale.models.attention import Context, rotary_tables
 from normscale.models.block import Block, Sublayer
 from normscale.models.plan import Plan
+from normscale.ops.products import NATIVE, Products
 from normscale.schemes.scheme import Own, Site, Streams
 
 
-class Decoder(nn.Module):
-    """A decoder-only Transformer over a vocabulary of V tokens.
+class Transformer(nn.Module):
+    """A Transformer over a vocabulary of V tokens, in one of three topologies.
 
-    Blocks stand in one flat list and run in a loop: 1000 of them need no deeper Python stack than one. Token vectors
-    are drawn with standard deviation 1/sqrt(D) and multiplied by sqrt(D), so that the stream starts at unit RMS and a
-    tied head gives logits of unit variance; learned positions are added as they are.
+    Blocks stand in one flat list, the encoder's first, and run in a loop: 1000 of them need no deeper Python stack
+    than one. `tokens` is what the side with the head reads; `source`, what the encoder beside a decoder reads. The two
+    sides share the token vectors and have learned positions of their own. Token vectors are drawn with standard
+    deviation 1/sqrt(D) and multiplied by sqrt(D), so that the stream starts at unit RMS and a tied head gives logits of
+    unit variance; positions and segments are added as they are.
 
-    Shape: tokens [B, T] int64; result [B, T, V].
+    Shape: tokens [B, T], source [B, S] int64; result [B, T, V].
     """
 
-    def __init__(self, plan: Plan, vocab: int, ends: Own, blocks: list[Block]) -> None:
+    products: Products = NATIVE
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    sinusoids: Tensor | None
+    stream: torch.dtype | None = None  # what the embedding is cast to; None: it stays as the parameters are
+
+    def __init__(
+        self,
+        plan: Plan,
+        vocab: int,
+        ends: Own,
+        source_ends: Own | None,
+        blocks: list[Block],
+        embedding_norms: tuple[nn.Module | None, nn.Module | None],
+    ) -> None:
+        """Takes what the scheme owns at the ends of the side with the head, and of the encoder beside it if any.
+
+        The embedding norms are those of the same two sides.
+        """
         super().__init__()
         config = plan.config
         self.scheme, self.depth, self.d, self.context = plan.scheme, plan.depth, config.d, config.context
         self.checkpointing = config.checkpointing
         self.structures = len({block.structure() for block in blocks})
+
+        def table(rows: int, wanted: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(rows, config.d)) if wanted else None
+
+        learned, beside = config.positions == "learned", source_ends is not None
         self.token = nn.Parameter(torch.empty(vocab, config.d))
-        learned = config.positions == "learned"
-        self.position = nn.Parameter(torch.empty(config.context, config.d)) if learned else None
-        self.logits = None if config.tied else nn.Parameter(torch.empty(vocab, config.d))
+        self.position = table(config.context, learned)
+        self.source_position = table(config.context, learned and beside)
+        self.segment = table(config.segments, config.segments > 0)
+        self.logits = table(vocab, not config.tied)
         self.ends = ends
         self.blocks = nn.ModuleList(blocks)
         self.dropout = nn.Dropout(config.dropout)
-        tables = (None, None) if learned else rotary_tables(config.context, config.d // config.heads)
+        self.source_ends = source_ends
+        self.embedding_norm, self.source_embedding_norm = embedding_norms
+        rope = config.positions == "rope"
+        tables = rotary_tables(config.context, config.d // config.heads) if rope else (None, None)
         self.register_buffer("rotary_cos", tables[0], persistent=False)
         self.register_buffer("rotary_sin", tables[1], persistent=False)
+        waves = sinusoids(config.context, config.d) if config.positions == "sinusoidal" else None
+        self.register_buffer("sinusoids", waves, persistent=False)
 
     def sites(self) -> list[Site]:
         """Returns all sites in the order they run."""
@@ -67,29 +99,127 @@ class Decoder(nn.Module):
         """The number of tensors the scheme's stream is made of."""
         return self.sublayers()[0].rows_of_site.numel() - 1
 
-    def features(self, tokens_BT: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Returns the output of the stack, before the head.
+    def features(
+        self,
+        tokens_BT: Tensor,
+        rows: Tensor | None = None,
+        *,
+        source_BS: Tensor | None = None,
+        source_keep_BS: Tensor | None = None,
+        segments_BT: Tensor | None = None,
+        skip: Any = None,  # int | None, and the next list[Tensor] | None: Any, so that **inputs (tensors) type-checks
+        outputs: Any = None,
+    ) -> Tensor:
+        """Returns the output of the side with the head, before the head.
 
-        Shape: tokens [B, T] int64; rows [sites * (1 + streams), 3] fp32 or None; result [B, T, D].
+        `source_keep` is False at padding of what the encoder reads (the tokens, where it is alone). `skip` is a block
+        that is passed over. `outputs` gets the first stream, detached, before the first and after every block of a
+        side, the encoder's before the decoder's: (N + 1) + (M + 1) tensors where there are two sides.
+
+        Shape: tokens, segments [B, T] int64; source [B, S] int64; source_keep [B, S], or [B, T] where the encoder is
+        alone, bool; rows [sites * (1 + streams), 3] fp32 or None; result [B, T, D].
+
+        Raises:
+            ValueError: an input that this model does not read, or the lack of one that it does.
         """
-        x_BTD = self.token[tokens_BT] * self.d**0.5
-        if self.position is not None:
-            x_BTD = x_BTD + self.position[: tokens_BT.shape[1]]
-        streams: Streams = self.scheme.enter(self.dropout(x_BTD), self.ends)
-        rotary = None if self.rotary_cos is None else (self.rotary_cos, self.rotary_sin)
-        for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                # `rows` goes around checkpoint's saved inputs: it is written in place, by the recomputation too.
-                streams = checkpoint(partial(block, rotary=rotary, rows=rows), streams, use_reentrant=False)
-            else:
-                streams = block(streams, rotary, rows)
-        return self.scheme.exit(streams, self.ends)
+        self._check_inputs(source_BS, source_keep_BS, segments_BT)
+        cos, sin = self.rotary_cos, self.rotary_sin
+        rotary = None if cos is None or sin is None else (cos, sin)
+        keep_B11S = None if source_keep_BS is None else source_keep_BS[:, None, None, :]
+        context = Context(rotary, None, keep_B11S)
+        first = 0
+        if source_BS is not None and self.source_ends is not None:
+            first = self.depth.N
+            emb = self._embed(source_BS, self.source_position, None, self.source_embedding_norm)
+            memory_BSD = self._run(emb, self.source_ends, range(first), context, rows, skip, outputs)
+            context = Context(rotary, memory_BSD, keep_B11S)
+        emb = self._embed(tokens_BT, self.position, segments_BT, self.embedding_norm)
+        return self._run(emb, self.ends, range(first, len(self.blocks)), context, rows, skip, outputs)
 
-    def forward(self, tokens_BT: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        rows: Tensor | None = None,
+        *,
+        source_BS: Tensor | None = None,
+        source_keep_BS: Tensor | None = None,
+        segments_BT: Tensor | None = None,
+        skip: int | None = None,
+    ) -> Tensor:
         """Returns the logits; with `rows`, the statistics of every site are written there.
 
-        Shape: tokens [B, T] int64; rows as in `features`; result [B, T, V].
+        Shape: arguments as in `features`; result [B, T, V].
         """
-        x_BTD = self.features(tokens_BT, rows)
-        logits_BTV = nn.functional.linear(x_BTD, self.token if self.logits is None else self.logits)
+        x_BTD = self.features(
+            tokens_BT, rows, source_BS=source_BS, source_keep_BS=source_keep_BS, segments_BT=segments_BT, skip=skip
+        )
+        logits_BTV = self.products.linear(x_BTD, self.token if self.logits is None else self.logits, None)
         return logits_BTV * self.ends.tensor("logit_scale") if self.ends.has("logit_scale") else logits_BTV
+
+    def _embed(
+        self, tokens: Tensor, position: Tensor | None, segments: Tensor | None, norm: nn.Module | None
+    ) -> Tensor:
+        x = self.token[tokens] * self.d**0.5
+        table = self.sinusoids if position is None else position
+        if table is not None:
+            x = x + table[: tokens.shape[1]]
+        if segments is not None and self.segment is not None:
+            x = x + self.segment[segments]
+        if norm is not None:
+            x = norm(x)
+        out: Tensor = self.dropout(x)
+        return out
+
+    def _run(
+        self,
+        emb: Tensor,
+        ends: Own,
+        blocks: range,
+        context: Context,
+        rows: Tensor | None,
+        skip: int | None,
+        outputs: list[Tensor] | None,
+    ) -> Tensor:
+        """Returns the output of one side: its embedding through its blocks."""
+        streams: Streams = self.scheme.enter(emb if self.stream is None else emb.to(self.stream), ends)
+        if outputs is not None:
+            outputs.append(streams[0].detach())
+        for i in blocks:
+            if i != skip:
+                block = self.blocks[i]
+                if self.checkpointing and torch.is_grad_enabled():
+                    # `rows` goes around checkpoint's saved inputs: it is written in place, by the recomputation too.
+                    streams = checkpoint(partial(block, context=context, rows=rows), streams, use_reentrant=False)
+                else:
+                    streams = block(streams, context, rows)
+            if outputs is not None:
+                outputs.append(streams[0].detach())
+        return self.scheme.exit(streams, ends)
+
+    def _check_inputs(self, source: Tensor | None, keep: Tensor | None, segments: Tensor | None) -> None:
+        wanted = {
+            "source_BS": (source, self.source_ends is not None),
+            "segments_BT": (segments, self.segment is not None),
+        }
+        for name, (given, reads) in wanted.items():
+            if (given is not None) != reads:
+                verb = "reads" if reads else "does not read"
+                raise ValueError(f"{name}: a model with {self._described()} {verb} it")
+        if keep is not None and not self.depth.N:
+            raise ValueError(f"source_keep_BS: a model with {self._described()} does not read it")
+
+    def _described(self) -> str:
+        segments = 0 if self.segment is None else len(self.segment)
+        return f"N={self.depth.N} M={self.depth.M} segments={segments}"
+
+
+def sinusoids(context: int, d: int) -> Tensor:
+    """Returns sin(t / 10000^(2i/D)) in channels 2i and the cosine of the same in channels 2i + 1.
+
+    Shape: result [T, D] fp32.
+
+    Reference: Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
+    """
+    frequency = 10_000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angles = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d].float()

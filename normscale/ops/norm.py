@@ -24,7 +24,7 @@ def layernorm(x: Tensor, gamma: Tensor | None, bias: Tensor | None, eps: float |
         y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
         return _affine(y, gamma, bias).to(x.dtype)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
-        return F.layer_norm(x, x.shape[-1:], gamma, bias, eps)
+        return F.layer_norm(x, x.shape[-1:], _like(x, gamma), _like(x, bias), eps)
     return F.layer_norm(x.float(), x.shape[-1:], _float(gamma), _float(bias), eps).to(x.dtype)
 
 
@@ -41,12 +41,16 @@ def rmsnorm(x: Tensor, gamma: Tensor | None, eps: float | Tensor) -> Tensor:
         y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         return _affine(y, gamma, None).to(x.dtype)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
-        return F.rms_norm(x, x.shape[-1:], gamma, eps)
+        return F.rms_norm(x, x.shape[-1:], _like(x, gamma), eps)
     return F.rms_norm(x.float(), x.shape[-1:], _float(gamma), eps).to(x.dtype)
 
 
 def _float(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.float()
+
+
+def _like(x: Tensor, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.to(x.dtype)  # weights kept in bf16 beside an fp32 stream
 
 
 def _affine(y: Tensor, gamma: Tensor | None, bias: Tensor | None) -> Tensor:

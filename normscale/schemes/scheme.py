@@ -71,6 +71,10 @@ class Depth:
         """Returns the sublayers of one block, in the order they run."""
         return ("self", "cross", "ffn") if side == "decoder" and self.N else ("self", "ffn")
 
+    def sublayers(self, side: Side) -> int:
+        """Returns the number of sublayers of one side."""
+        return len(self.kinds(side)) * (self.N if side == "encoder" else self.M)
+
     def sites(self) -> list[Site]:
         """Returns all sites in the order they run: 2N, 2M or 2N + 3M of them."""
         sites: list[Site] = []
@@ -82,15 +86,15 @@ class Depth:
         return sites
 
 
-Part = Literal["q", "k", "v", "o", "in", "gate", "out", "token", "position", "logits"]
+Part = Literal["q", "k", "v", "o", "latent", "in", "gate", "out", "token", "position", "segment", "logits"]
 
 
 @dataclass(frozen=True)
 class Role:
     """What a parameter of the network is for: the part of which kind of sublayer (or of the model's ends).
 
-    Attention has parts q, k, v, o; a feed-forward sublayer in, out and, when gated, gate. A weight that holds several
-    parts in one tensor has one role for each range of rows.
+    Attention has parts q, k, v, o and, where k and v are made from a normed latent, latent; a feed-forward sublayer
+    in, out and, when gated, gate. A weight that holds several parts in one tensor has one role for each range of rows.
     """
 
     kind: Literal["self", "cross", "ffn", "embedding", "head"]
@@ -172,6 +176,10 @@ class Scheme:
 
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None else self.Options()
+
+    def unfit(self, depth: Depth) -> tuple[str, str] | None:
+        """Returns the option that has no form at `depth`, and what to say of it; None where all have one."""
+        return None
 
     # Numbers.
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
-from normscale.models.attention import SelfAttention
+from normscale.models.attention import Context, SelfAttention
 from normscale.models.builder import build
 from normscale.models.feedforward import FeedForward
 
@@ -17,7 +17,7 @@ TOKENS = torch.randint(0, 32, (4, 32), generator=torch.Generator().manual_seed(0
 class Ones(nn.Module):
     """A branch whose output is 1 everywhere."""
 
-    def forward(self, x: Tensor, rotary: object) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         return torch.ones_like(x)
 
 
@@ -30,7 +30,7 @@ def embedding(training: bool) -> Tensor:
 def branch(training: bool) -> Tensor:
     sublayer = build(ModelConfig(**MODEL), 32, 0).sublayers()[0]
     sublayer.branch = Ones()
-    (stream,) = sublayer.train(training)((torch.zeros(4, 32, 64),), None, None)
+    (stream,) = sublayer.train(training)((torch.zeros(4, 32, 64),), Context(), None)
     return stream
 
 
@@ -39,16 +39,16 @@ def feedforward(training: bool) -> Tensor:
     nn.init.ones_(layer.up.weight)
     layer.out = nn.Identity()
     x = torch.full((4, 32, 64), 1.0)
-    return layer(x, None) / 64.0  # gelu(64) = 64
+    return layer(x, Context()) / 64.0  # gelu(64) = 64
 
 
 def attention(training: bool) -> Tensor:
     """Whether each first token, which attends to itself alone, passes its value on."""
-    layer = SelfAttention(64, 16, True, P, {}).train(training)
+    layer = SelfAttention(64, 16, True, P, {}, causal=True).train(training)
     nn.init.zeros_(layer.qkv.weight)
     nn.init.ones_(layer.qkv.bias)  # every value is 1
     layer.o = nn.Identity()
-    return layer(torch.zeros(128, 2, 64), None)[:, 0]
+    return layer(torch.zeros(128, 2, 64), Context())[:, 0]
 
 
 @pytest.mark.parametrize("place", [embedding, branch, feedforward, attention])

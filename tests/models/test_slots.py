@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
-from normscale.models.attention import rotary_tables, rotate
+from normscale.models.attention import Context, rotary_tables, rotate
 from normscale.models.builder import build
 from normscale.models.feedforward import FeedForward
-from normscale.models.stack import Decoder
+from normscale.models.stack import Transformer
 from normscale.schemes import Depth, Make, Own, Parts, Scheme, Site, Streams, registry
 
 MODEL = {"M": 2, "d": 16, "heads": 2, "context": 8, "ffn": 24, "bias": False, "scheme": "guest"}
@@ -112,7 +112,7 @@ def test_a_trained_logit_scale_gets_a_gradient(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(scale.grad, (logits / scale).sum((0, 1)))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu", "geglu"])
 def test_a_feedforward_without_slots_equals_its_formula(activation: Any) -> None:
     layer: Any = FeedForward(16, 24, activation, True, 0.0, {}).double()
     for p in layer.parameters():
@@ -122,8 +122,13 @@ def test_a_feedforward_without_slots_equals_its_formula(activation: Any) -> None
         part: F.linear(x, rows(layer.up, part), layer.up.bias[24 * i : 24 * i + 24])
         for i, part in enumerate(layer.up.parts)
     }
-    h = F.silu(up["gate"]) * up["in"] if activation == "swiglu" else F.gelu(up["in"])
-    torch.testing.assert_close(layer(x, None), F.linear(h, layer.out.weight, layer.out.bias))
+    h = {
+        "gelu": lambda: F.gelu(up["in"]),
+        "relu": lambda: up["in"].clamp(min=0),
+        "swiglu": lambda: up["gate"] * up["gate"].sigmoid() * up["in"],
+        "geglu": lambda: F.gelu(up["gate"]) * up["in"],
+    }[activation]()
+    torch.testing.assert_close(layer(x, Context()), F.linear(h, layer.out.weight, layer.out.bias))
 
 
 # What makes two blocks one structure.
@@ -160,5 +165,5 @@ def test_blocks_share_a_structure_exactly_when_one_graph_serves_both(
 ) -> None:
     scheme = type("Pair", (Tagged,), {"own_parts": (first, other)})
     monkeypatch.setitem(registry.SCHEMES.classes, "guest", scheme)
-    model: Decoder = build(ModelConfig(**MODEL | {"M": 3}), 32, 0)
+    model: Transformer = build(ModelConfig(**MODEL | {"M": 3}), 32, 0)
     assert model.structures == structures

@@ -1,6 +1,8 @@
-"""The decoder: what it computes, how deep it goes, what it costs to compile."""
+"""The stack: what it computes, how deep it goes, what it costs to compile."""
 
+import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 
 from normscale.config.schema import ModelConfig
 from normscale.models import stack
-from normscale.models.attention import rotary_tables, rotate
+from normscale.models.attention import Context, rotary_tables, rotate
 from normscale.models.builder import build
 from normscale.models.feedforward import default_ffn_width
 from normscale.models.init import weights
@@ -18,7 +20,7 @@ SMALL = {"M": 2, "d": 16, "heads": 2, "context": 8}
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_variant_has_the_shape_and_depends_on_the_past_alone(
@@ -44,7 +46,7 @@ def test_attention_equals_its_formula() -> None:
     scores = rotate(q, rotary) @ rotate(k, rotary).transpose(-1, -2) / 8**0.5
     weights = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
     y = F.linear((weights @ v).transpose(1, 2).reshape(2, 8, 16), attention.o.weight)
-    torch.testing.assert_close(attention(x, rotary), y, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attention(x, Context(rotary)), y, rtol=1e-4, atol=1e-5)
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
@@ -56,11 +58,83 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
 
 
 def test_gated_and_plain_layers_cost_alike() -> None:
-    assert (default_ffn_width(64, "gelu"), default_ffn_width(64, "swiglu"), default_ffn_width(96, "swiglu")) == (
-        256,
-        176,
-        256,
-    )
+    assert [default_ffn_width(64, plain) for plain in ("gelu", "relu")] == [256, 256]
+    assert [default_ffn_width(d, gated) for gated in ("swiglu", "geglu") for d in (64, 96)] == [176, 256, 176, 256]
+
+
+@pytest.mark.parametrize("d", [8, 7])
+def test_sinusoids_are_those_of_the_paper(d: int) -> None:
+    table = stack.sinusoids(5, d)
+    for t in range(5):
+        for channel in range(d):
+            angle = t / 10_000 ** ((channel - channel % 2) / d)
+            want = math.cos(angle) if channel % 2 else math.sin(angle)
+            assert float(table[t, channel]) == pytest.approx(want, abs=1e-6)
+
+
+SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+ENTERS = {"scheme": "guest", "N": 1, "M": 1, "embedding_norm": True, "segments": 2}
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal"])
+def test_what_enters_a_side_is_the_normed_sum_of_its_vectors(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.SCHEMES.classes, "guest", Scheme)  # no norms: the streams enter as they are
+    model = build(ModelConfig(**SMALL | ENTERS, positions=positions), 32, 0)
+    tokens, source, outputs = torch.randint(0, 32, (1, 8)), torch.randint(0, 32, (1, 6)), []
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+        model.features(tokens, source_BS=source, segments_BT=SEGMENTS, outputs=outputs)
+
+    def entered(ids: torch.Tensor, position: torch.Tensor | None, norm: Any) -> torch.Tensor:
+        x = model.token[ids] * 4.0
+        if positions != "rope":
+            x = x + (model.sinusoids if position is None else position)[: ids.shape[1]]
+        if ids is tokens:
+            x = x + model.segment[SEGMENTS]
+        return F.layer_norm(x, (16,), norm.gamma, norm.bias, 1e-5)
+
+    torch.testing.assert_close(outputs[0], entered(source, model.source_position, model.source_embedding_norm))
+    torch.testing.assert_close(outputs[2], entered(tokens, model.position, model.embedding_norm))
+    assert (model.position is None) is (model.source_position is None) is (positions != "learned")
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs", "says"),
+    [
+        ({}, {"source_BS": SEGMENTS}, "source_BS: a model with N=0 M=2 segments=0 does not read it"),
+        ({"N": 1}, {}, "source_BS: a model with N=1 M=2 segments=0 reads it"),
+        ({"N": 1, "M": 0}, {"source_BS": SEGMENTS}, "source_BS: .* does not read it"),
+        ({}, {"source_keep_BS": SEGMENTS.bool()}, "source_keep_BS: .* does not read it"),
+        ({}, {"segments_BT": SEGMENTS}, "segments_BT: .* does not read it"),
+        ({"N": 1, "M": 0, "segments": 2}, {}, "segments_BT: a model with N=1 M=0 segments=2 reads it"),
+    ],
+)
+def test_inputs_that_a_model_does_not_read_or_lacks_are_refused(options: Any, inputs: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build(ModelConfig(**SMALL | options), 32, 0)(SEGMENTS, **inputs)
+
+
+@pytest.mark.parametrize(("N", "M"), [(0, 3), (3, 0), (2, 3)])
+def test_a_block_is_passed_over_and_outputs_are_those_after_every_block(N: int, M: int) -> None:
+    model = build(ModelConfig(**SMALL | {"N": N, "M": M}, scheme="pre"), 32, 0)
+    tokens = torch.randint(0, 32, (2, 8))
+    beside = {"source_BS": torch.randint(0, 32, (2, 6))} if N and M else {}
+    whole: list[torch.Tensor] = []
+    want = model.features(tokens, **beside, outputs=whole)
+    first = N + 1 if N and M else 0  # the decoder's own embedding
+    assert len(whole) == first + (M or N) + 1
+    assert not any(x.requires_grad for x in whole)
+    torch.testing.assert_close(model.scheme.exit((whole[-1],), model.ends), want)
+    for skip in range(N + M):
+        outputs: list[torch.Tensor] = []
+        x = model.features(tokens, **beside, skip=skip, outputs=outputs)
+        assert len(outputs) == len(whole)
+        before = skip + (1 if N and M and skip >= N else 0)
+        assert torch.equal(outputs[before], whole[before])
+        assert torch.equal(outputs[before + 1], outputs[before])
+        assert not torch.equal(x, want)
+        assert torch.equal(model(tokens, **beside, skip=skip), F.linear(x, model.token))
 
 
 def test_the_stream_starts_at_unit_rms() -> None:

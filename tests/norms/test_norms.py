@@ -54,6 +54,20 @@ def test_layernorm_is_shift_invariant_and_rmsnorm_is_not() -> None:
     assert (make("rmsnorm")(x + 3) - make("rmsnorm")(x)).abs().max() > 0.1
 
 
+def test_a_zero_centred_gain_is_one_plus_what_is_trained() -> None:
+    plain, centred = make("rmsnorm"), make("rmsnorm", zero_centred=True)
+    x, w = torch.randn(4, 8), torch.randn(8)
+    torch.testing.assert_close(centred(x), plain(x))
+    assert not centred.gamma.any()
+    with torch.no_grad():
+        plain.gamma.copy_(1 + w)
+        centred.gamma.copy_(w)
+    torch.testing.assert_close(centred(x), plain(x))
+    centred(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(centred.gamma.grad, plain.gamma.grad)
+
+
 def test_gain_and_bias_can_be_left_out() -> None:
     assert [name for name, _ in make("layernorm", bias=False).named_parameters()] == ["gamma"]
     x = torch.randn(4, 8)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
+from normscale.models.attention import Context
 from normscale.models.builder import build
 from normscale.models.plan import resolve
-from normscale.models.stack import Decoder
+from normscale.models.stack import Transformer
 from normscale.norms import norm_names
 from normscale.schemes import Depth, Make, Own, Parts, Scheme, Site, Streams, registry, scheme_names
 
@@ -99,21 +100,21 @@ def ln(x: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
 
 
-def reference(name: str, model: Decoder, x: Tensor) -> Tensor:
+def reference(name: str, model: Transformer, x: Tensor) -> Tensor:
     branches = [sublayer.branch for sublayer in model.sublayers()]
     pairs = list(zip(branches[::2], branches[1::2], strict=True))
     if name == "keel-guest":
         for i, f in enumerate(branches):
-            out = f(ln(x), None)
+            out = f(ln(x), Context())
             x = x + out if i == 0 else ln(x + out) if i == 1 else ln(8.0 * x + out)
         return x
     if name == "span-guest":
         for attention, ffn in pairs:
-            x = ln(x + ffn(ln(x + attention(x, None)), None))
+            x = ln(x + ffn(ln(x + attention(x, Context())), Context()))
         return x
     y = x
     for f in branches:
-        out = f(x + ln(y), None)
+        out = f(x + ln(y), Context())
         x, y = ln(x + out), y + out
     return x + ln(y)
 

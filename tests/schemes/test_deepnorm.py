@@ -9,7 +9,7 @@ from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
 from normscale.models.init import weights
 from normscale.norms import find_norm
-from normscale.schemes import Depth, Own, Role, Site
+from normscale.schemes import Depth, Make, Own, Role, Site
 from normscale.schemes.deepnorm import DeepNorm
 from normscale.schemes.scheme import Part
 
@@ -60,6 +60,66 @@ def test_cross_attention_is_scaled_as_self_attention(part: Part) -> None:
     assert SCHEME.gain(depth, cross, Role("cross", part)) == pytest.approx(expected)
 
 
+VARIANTS = {
+    # constants: alpha and beta of the encoder, of the decoder, at N=4, M=9; None: refused
+    "paper": (0.81 * 2304 ** (1 / 16), 0.87 * 2304 ** (-1 / 16), 27 ** (1 / 4), 108 ** (-1 / 4)),
+    "torchscale": (0.81 * 2304 ** (1 / 16), 1.15 * 2304 ** (-1 / 16), 27 ** (1 / 4), 108 ** (-1 / 4)),
+    "article": (8 ** (1 / 4), 32 ** (-1 / 4), (16 * 4 * 81) ** (1 / 16), (16 * 4 * 81) ** (-1 / 16) / 2**0.5),
+    "mixln": None,
+    "keel": None,
+}
+# The same for a single stack of 6, as alpha and beta.
+SINGLE_VARIANTS = {"mixln": (2.8284, 48 ** (1 / 4)), "keel": (12 ** (1 / 4), 12 ** (-1 / 4))}
+
+
+@pytest.mark.parametrize("constants", VARIANTS)
+def test_constants_that_were_published_under_the_name(constants: str) -> None:
+    scheme = DeepNorm(DeepNorm.Options(constants=constants))
+    for depth in (Depth(6, 0), Depth(0, 6)):
+        site = depth.sites()[0]
+        want = SINGLE_VARIANTS.get(constants, SINGLE[6])
+        assert (scheme.alpha(depth, site), scheme.beta(depth, site)) == pytest.approx(want, abs=1e-5)
+        assert scheme.unfit(depth) is None
+    depth, want = Depth(4, 9), VARIANTS[constants]
+    assert (scheme.unfit(depth) is None) is (want is not None)
+    if want is not None:
+        encoder, decoder = depth.sites()[0], depth.sites()[-1]
+        got = [f(depth, site) for site in (encoder, decoder) for f in (scheme.alpha, scheme.beta)]
+        assert got == pytest.approx(want)
+
+
+@pytest.mark.parametrize("constants", VARIANTS)
+@pytest.mark.parametrize("use", ["alpha", "beta"])
+def test_one_leg_without_the_other(constants: str, use: str) -> None:
+    both, one = (DeepNorm(DeepNorm.Options(constants=constants, use=u)) for u in ("both", use))
+    depth = Depth(0, 6)
+    site, v = depth.sites()[0], Role("self", "v")
+    want = {"alpha": (both.alpha(depth, site), 1.0), "beta": (1.0, both.beta(depth, site))}[use]
+    assert (one.alpha(depth, site), one.gain(depth, site, v)) == want
+    assert one.own(depth, site, Make(4, 1, 4, 4, torch.nn.Identity, torch.Generator()))["alpha"] == want[0]
+
+
+def test_alpha_and_beta_are_tied_in_every_row_of_the_paper() -> None:
+    for depth in (Depth(1, 0), Depth(0, 1000), Depth(18, 18), Depth(12, 3)):
+        for site in depth.sites():
+            assert SCHEME.alpha(depth, site) * SCHEME.beta(depth, site) * 2**0.5 == pytest.approx(1.0, abs=4e-3)
+    # Appendix B: the encoder's constants are 27^(-1/16) and 27^(1/16) / sqrt(2), rounded.
+    assert abs(27 ** (-1 / 16) - 0.81) < 5e-3
+    assert abs(27 ** (1 / 16) / 2**0.5 - 0.87) < 5e-3
+    # Equations of the decoder: alpha^2 = (3M)^(1/2), 2 beta^2 = (3M)^(-1/2).
+    depth = Depth(12, 3)
+    last = depth.sites()[-1]
+    assert SCHEME.alpha(depth, last) ** 2 == pytest.approx(9 ** (1 / 2))
+    assert 2 * SCHEME.beta(depth, last) ** 2 == pytest.approx(9 ** (-1 / 2))
+
+
+def test_alpha_reaches_every_site_of_both_sides() -> None:
+    model = build(ModelConfig(N=4, M=9, d=16, heads=2, context=8), 32, 0)
+    for sublayer in model.sublayers():
+        want = VARIANTS["paper"][0 if sublayer.site.side == "encoder" else 2]
+        assert float(sublayer.own.tensor("alpha")) == pytest.approx(want)
+
+
 def test_no_depth_is_refused() -> None:
     with pytest.raises(ValueError, match="N=0, M=0"):
         Depth(0, 0)
@@ -89,16 +149,22 @@ def test_every_parameter_has_its_role_and_gain(activation: str) -> None:
     assert covered == {name: len(p) for name, p in model.named_parameters() if name not in norms}
 
 
-def test_drawn_weights_have_xavier_deviation_times_gain() -> None:
-    model = build(ModelConfig(M=100, d=256, heads=4, context=8), 256, 0)
-    deviations: dict[str, list[float]] = {}
+@pytest.mark.parametrize("topology", ["decoder", "encoder-decoder"])
+def test_drawn_weights_have_xavier_deviation_times_gain(topology: str) -> None:
+    blocks = {"N": 0, "M": 100} if topology == "decoder" else {"N": 100, "M": 12}
+    model = build(ModelConfig(**blocks, d=256, heads=4, context=8), 256, 0)
+    beta = {"encoder": 0.87 * (100**4 * 12) ** (-1 / 16), "decoder": 144 ** (-1 / 4)}
+    beta = {"decoder": SINGLE[100][1]} if topology == "decoder" else beta
+    deviations: dict[tuple[str, str, str], list[float]] = {}
     for entry in weights(model):
-        if not entry.role.bias and entry.role.kind in ("self", "ffn"):
+        if not entry.role.bias and entry.site is not None:
             xavier = math.sqrt(2 / sum(entry.values.shape))
-            deviations.setdefault(entry.role.part, []).append(float(entry.values.std()) / xavier)
-    for part, ratios in deviations.items():
-        gain = 1.0 if part in ("q", "k") else SINGLE[100][1]
-        assert all(abs(r / gain - 1) < 0.02 for r in ratios), part
+            key = (entry.site.side, entry.role.kind, entry.role.part)
+            deviations.setdefault(key, []).append(float(entry.values.std()) / xavier)
+    assert len(deviations) == (6 if topology == "decoder" else 6 + 10)
+    for (side, kind, part), ratios in deviations.items():
+        gain = 1.0 if part in ("q", "k") else beta[side]
+        assert all(abs(r / gain - 1) < 0.02 for r in ratios), (side, kind, part)
 
 
 def test_sites_are_global_and_counted() -> None:

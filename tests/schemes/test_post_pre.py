@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normscale.config.schema import ModelConfig
+from normscale.models.attention import Context
 from normscale.models.builder import build
-from normscale.models.stack import Decoder
+from normscale.models.stack import Transformer
 
 
-def embedded(model: Decoder, tokens: Tensor) -> Tensor:
+def embedded(model: Transformer, tokens: Tensor) -> Tensor:
     assert model.position is not None
     return model.token[tokens] * model.d**0.5 + model.position[: tokens.shape[1]]
 
@@ -21,7 +22,7 @@ def norm(x: Tensor, own: torch.nn.Module) -> Tensor:
 
 
 @pytest.fixture(params=["post", "pre", "deepnorm"])
-def model(request: pytest.FixtureRequest) -> Decoder:
+def model(request: pytest.FixtureRequest) -> Transformer:
     built = build(ModelConfig(M=5, d=32, heads=4, context=12, scheme=request.param, positions="learned"), 64, 3)
     with torch.no_grad():  # gains and biases that are not 1 and 0, so that leaving one out shows
         for p in built.parameters():
@@ -29,15 +30,15 @@ def model(request: pytest.FixtureRequest) -> Decoder:
     return built
 
 
-def test_the_stack_equals_its_formula(model: Decoder) -> None:
+def test_the_stack_equals_its_formula(model: Transformer) -> None:
     tokens = torch.randint(0, 64, (2, 12))
     x = embedded(model, tokens)
     for sublayer in model.sublayers():
         if model.scheme.name == "pre":
-            x = x + sublayer.branch(norm(x, sublayer.own), None)
+            x = x + sublayer.branch(norm(x, sublayer.own), Context())
         else:
             alpha = {"post": 1.0, "deepnorm": 10 ** (1 / 4)}[model.scheme.name]
-            x = norm(alpha * x + sublayer.branch(x, None), sublayer.own)
+            x = norm(alpha * x + sublayer.branch(x, Context()), sublayer.own)
     if model.scheme.name == "pre":
         x = norm(x, model.ends)
     torch.testing.assert_close(model.features(tokens), x, rtol=1e-4, atol=1e-5)

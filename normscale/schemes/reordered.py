@@ -1,0 +1,29 @@
+"""Reordered norm: the norm comes after the branch, before the sum."""
+
+from torch import Tensor
+
+from normscale.schemes.registry import register
+from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
+
+
+@register("reordered")
+class ReorderedNorm(Scheme):
+    """x' = x + Norm(F(x)), and one norm at the end of the stack; OLMo 2 is built so.
+
+    The branch sees the stream as it is: what keeps attention in bounds there is `model.qk_norm=full`.
+
+    Reference: OLMo 2, arXiv:2501.00656, section 2.1.
+    """
+
+    def own(self, depth: Depth, site: Site, make: Make) -> Parts:
+        return {"norm": make.norm()}
+
+    def own_ends(self, depth: Depth, side: Side, make: Make) -> Parts:
+        return {"norm": make.norm()}
+
+    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
+        return (streams[0] + own.module("norm")(out),)
+
+    def exit(self, streams: Streams, ends: Own) -> Tensor:
+        x: Tensor = ends.module("norm")(streams[0])
+        return x

@@ -1,0 +1,114 @@
+"""Every parameter of every model by name: what it is for, and the factor on its standard init."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from normscale.config.schema import ModelConfig
+from normscale.models.builder import build
+from normscale.models.init import gain_of, weights
+from normscale.schemes import scheme_names
+
+N, M = 3, 5
+TOPOLOGIES = {"encoder": {"N": N, "M": 0}, "decoder": {"N": 0, "M": M}, "encoder-decoder": {"N": N, "M": M}}
+# Name of the parameter, with the side's blocks left out: the parts its rows are for, in their order.
+ROLES = {
+    r"token": ("embedding", "token"),
+    r"(source_)?position": ("embedding", "position"),
+    r"segment": ("embedding", "segment"),
+    r"logits": ("head", "logits"),
+    r"blocks\.\d+\.sublayers\.self\.branch\.qkv\.(weight|bias)": ("self", "q k v"),
+    r"blocks\.\d+\.sublayers\.(self|cross)\.branch\.q\.(weight|bias)": (None, "q"),
+    r"blocks\.\d+\.sublayers\.(self|cross)\.branch\.latent\.down\.(weight|bias)": (None, "latent"),
+    r"blocks\.\d+\.sublayers\.(self|cross)\.branch\.kv\.(weight|bias)": (None, "k v"),
+    r"blocks\.\d+\.sublayers\.(self|cross)\.branch\.o\.(weight|bias)": (None, "o"),
+    r"blocks\.\d+\.sublayers\.ffn\.branch\.up\.(weight|bias)": ("ffn", "gate in"),
+    r"blocks\.\d+\.sublayers\.ffn\.branch\.out\.(weight|bias)": ("ffn", "out"),
+}
+NORMS = (
+    r"(source_)?(ends|embedding_norm)\..*",
+    r"blocks\.\d+\.sublayers\.(self|cross|ffn)\.own\..*",
+    r"blocks\.\d+\.sublayers\.(self|cross)\.branch\.(qk_norm|latent\.norm)\..*",
+)
+SCALED = ("v", "o", "in", "out")  # what DeepNorm gives the gain beta; q, k, gate, latent and the ends keep 1
+
+
+def beta(topology: str, side: str) -> float:
+    """DeepNorm's gain at N = 3, M = 5, written out."""
+    single = {"encoder": 24 ** (-1 / 4), "decoder": 40 ** (-1 / 4)}
+    double = {"encoder": 0.87 * (81 * 5) ** (-1 / 16), "decoder": 60 ** (-1 / 4)}
+    return (double if topology == "encoder-decoder" else single)[side]
+
+
+def made(scheme: str, topology: str, **options: Any) -> Any:
+    config = {"d": 16, "heads": 2, "context": 8, "scheme": scheme, "activation": "swiglu", "tied": False}
+    return build(ModelConfig(**config | {"positions": "learned"} | TOPOLOGIES[topology] | options), 32, 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_latent": 6, "qk_norm": "head", "embedding_norm": True, "segments": 2}])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_every_parameter_has_its_role_and_gain(scheme: str, topology: str, options: dict[str, Any]) -> None:
+    model = made(scheme, topology, **options)
+    listed: dict[str, list[Any]] = {}
+    for weight in weights(model):
+        listed.setdefault(weight.name, []).append(weight)
+    for name, parameter in model.named_parameters():
+        if any(re.fullmatch(pattern, name) for pattern in NORMS):
+            assert name not in listed, name
+            continue
+        found = [role for pattern, role in ROLES.items() if re.fullmatch(pattern, name)]
+        assert len(found) == 1, name  # a parameter that no row of the table names fails here
+        kind, parts = found[0]
+        entries = listed.pop(name)
+        assert " ".join(entry.role.part for entry in entries) == parts, name
+        assert [entry.rows.start for entry in entries] == [0, *(entry.rows.stop for entry in entries[:-1])], name
+        assert entries[-1].rows.stop == len(parameter), name
+        for entry in entries:
+            assert entry.values.data_ptr() == parameter[entry.rows].data_ptr(), name
+            assert entry.role.kind == (kind or name.split(".")[3]), name
+            assert entry.role.bias is name.endswith(".bias"), name
+            gain = 1.0
+            if entry.site is not None:
+                block = int(name.split(".")[1])
+                side = "encoder" if block < TOPOLOGIES[topology]["N"] else "decoder"
+                assert (entry.site.side, entry.site.kind) == (side, name.split(".")[3]), name
+                if scheme == "deepnorm" and entry.role.part in SCALED:
+                    gain = beta(topology, side)
+            assert gain_of(model, entry, scaled=False) == pytest.approx(gain), name
+            if entry.role.bias:
+                assert not entry.values.any(), name
+    assert not listed
+
+
+def deviations(model: Any) -> dict[tuple[str, str, str], float]:
+    """Mean over blocks of the drawn deviation against Xavier's, by side, kind and part."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for entry in weights(model):
+        if entry.site is not None and not entry.role.bias:
+            key = (entry.site.side, entry.role.kind, entry.role.part)
+            found.setdefault(key, []).append(float(entry.values.std()) / math.sqrt(2 / sum(entry.values.shape)))
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def test_scaled_init_divides_what_writes_into_the_stream_by_the_root_of_the_sides_sublayers() -> None:
+    size = {"d": 128, "heads": 2, "init_scaled": True}
+    for scheme in ("pre", "deepnorm"):
+        for (side, kind, part), ratio in deviations(made(scheme, "encoder-decoder", **size)).items():
+            sublayers = 2 * N if side == "encoder" else 3 * M
+            gain = beta("encoder-decoder", side) if scheme == "deepnorm" and part in SCALED else 1.0
+            want = gain / math.sqrt(sublayers) if part in ("o", "out") else gain
+            assert ratio == pytest.approx(want, rel=0.02), (scheme, side, kind, part)
+    normal = made("pre", "decoder", d=128, init="normal", init_scaled=True)
+    out = next(entry for entry in weights(normal) if entry.role.part == "out" and not entry.role.bias)
+    assert float(out.values.std()) == pytest.approx(0.02 / math.sqrt(2 * M), rel=0.03)
+
+
+def test_segments_and_both_sides_positions_have_the_deviation_of_vectors() -> None:
+    model = made("post", "encoder-decoder", d=64, context=256, segments=64)
+    for table in (model.token, model.position, model.source_position, model.segment, model.logits):
+        assert float(table.detach().std()) == pytest.approx(1 / 8, rel=0.05)
+    assert not torch.equal(model.position, model.source_position)
