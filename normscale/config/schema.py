@@ -80,38 +80,40 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The Transformer. N and M count blocks, not sublayers; a decoder-only model has N=0."""
+    """The Transformer. N and M count blocks, not sublayers; M=0 is encoder-only, N=0 decoder-only."""
 
-    N: Annotated[CountOrZero, says("encoder blocks; only 0 is built yet")] = 0
-    M: Annotated[CountOrZero, says("decoder blocks, each with two sublayers")] = 12
+    N: Annotated[CountOrZero, says("encoder blocks, each with two sublayers")] = 0
+    M: Annotated[CountOrZero, says("decoder blocks; two sublayers each, three (cross-attention) where N > 0")] = 12
     d: Annotated[Count, says("width of the residual stream")] = 64
     heads: Annotated[Count, says("attention heads; divides d")] = 4
-    ffn: Annotated[Count | None, says("null: 4 d for gelu, 8 d / 3 up to a multiple of 8 for swiglu")] = None
-    context: Annotated[Count, says("tokens (bytes) of one sequence")] = 64
+    ffn: Annotated[Count | None, says("null: 4 d, or 8 d / 3 up to a multiple of 8 where gated")] = None
+    context: Annotated[Count, says("tokens of one sequence, of each side where there are two")] = 64
     scheme: Annotated[Text, says("where norms stand and how branches join the stream")] = "deepnorm"
     scheme_options: Annotated[Options, says("the scheme's own options")] = {}
     norm: Annotated[Text, says("the norm function")] = "layernorm"
     norm_options: Annotated[Options, says("the norm's own options")] = {}
     eps: Annotated[NonNegative, says("added inside the root of every norm")] = 1e-5
-    positions: Annotated[Literal["rope", "learned"], says("how positions enter")] = "rope"
-    activation: Annotated[Literal["gelu", "swiglu"], says("the feed-forward activation")] = "gelu"
+    positions: Annotated[Literal["rope", "learned", "sinusoidal"], says("how positions enter")] = "rope"
+    segments: Annotated[CountOrZero, says("segment (token type) vectors, as in BERT; 0: none")] = 0
+    embedding_norm: Annotated[Flag, says("a norm after the embedding, as in BERT")] = False
+    qk_norm: Annotated[Literal["none", "head", "full"], says("a norm on q and k: per head, or full width")] = "none"
+    kv_latent: Annotated[Count | None, says("width of a normed latent that k and v are made from; null: none")] = None
+    activation: Annotated[
+        Literal["gelu", "relu", "swiglu", "geglu"], says("the feed-forward activation; the last two are gated")
+    ] = "gelu"
     tied: Annotated[Flag, says("the head is the embedding, transposed")] = True
     bias: Annotated[Flag, says("linear layers have a bias")] = True
     dropout: Annotated[Share, says("share of each branch's output dropped in training")] = 0.0
     init: Annotated[Literal["xavier_normal", "xavier_uniform", "normal"], says("weight init")] = "xavier_normal"
     init_std: Annotated[Positive, says("standard deviation, with init=normal only")] = 0.02
+    init_scaled: Annotated[Flag, says("output projections drawn smaller by sqrt(sublayers), as in GPT-2")] = False
     checkpointing: Annotated[Flag, says("recompute blocks in the backward pass")] = False
     compile: Annotated[Flag, says("compile blocks, one graph per block structure")] = False
 
     @model_validator(mode="after")
     def _combinations(self) -> "ModelConfig":
-        if self.N:
-            raise conflict(
-                f"{self.N} encoder blocks are not built by this version; set model.N=0 and count blocks in model.M",
-                "model.N",
-            )
-        if not self.M:
-            raise conflict("0 decoder blocks leave nothing to train; set model.M to 1 or more", "model.M", "model.N")
+        if not self.N + self.M:
+            raise conflict("0 blocks leave nothing to train; set model.N or model.M to 1 or more", "model.M", "model.N")
         if self.d % self.heads:
             fits = max(h for h in range(1, min(self.heads, 4096) + 1) if self.d % h == 0)
             raise conflict(f"{self.heads} does not divide model.d={self.d}; {fits} does", "model.heads", "model.d")
@@ -128,13 +130,37 @@ class ModelConfig(Section):
         return self
 
 
-class DataConfig(Section):
-    """The corpus: `embedded`, a path to .txt or .jsonl, or `hub:owner/name`. Always read as bytes (vocabulary 256)."""
+TaskName = Literal["lm", "mlm", "span", "translation", "copy", "reverse"]
+TASKS_OF: dict[str, tuple[TaskName, ...]] = {
+    "decoder": ("lm",),
+    "encoder": ("mlm",),
+    "encoder-decoder": ("span", "translation", "copy", "reverse"),
+}
+"""What each topology can be trained on; the first is what `data.task=null` means."""
 
-    source: Annotated[Text, says("embedded, a path to .txt or .jsonl, or hub:owner/name")] = "embedded"
+
+class DataConfig(Section):
+    """The task and the text it is made from, always read as bytes (copy and reverse make their own symbols)."""
+
+    task: Annotated[
+        TaskName | None, says("null: lm for a decoder, mlm for an encoder, span for an encoder and a decoder")
+    ] = None
+    source: Annotated[
+        Text,
+        says("embedded, a path to .txt or .jsonl, or hub:owner/name; for translation the path before .en and .de"),
+    ] = "embedded"
     field: Annotated[Text, says("key of the text in JSONL lines and hub data sets")] = "text"
-    held_out: Annotated[Number, Field(gt=0, lt=1), says("share of the bytes never trained on")] = 0.1
+    languages: Annotated[
+        tuple[Text, Text] | None, says("translation only: endings of the source and target files, [en, de]")
+    ] = None
+    held_out_source: Annotated[
+        Text | None, says("translation only: path of held-out files; null: a share of the lines")
+    ] = None
+    held_out: Annotated[Number, Field(gt=0, lt=1), says("share of the text never trained on")] = 0.1
     max_bytes: Annotated[Count | None, says("read at most so much of the corpus; null: all")] = 4_000_000
+    noise: Annotated[Share, says("mlm and span only: share of the tokens that are hidden")] = 0.15
+    span: Annotated[Annotated[Number, Field(ge=1)], says("span only: mean length of a hidden span, in tokens")] = 3.0
+    symbols: Annotated[Annotated[Whole, Field(ge=2, le=4096)], says("copy and reverse only: size of alphabet")] = 32
 
     @model_validator(mode="after")
     def _combinations(self) -> "DataConfig":
@@ -142,6 +168,33 @@ class DataConfig(Section):
             mend = "data.source to a .jsonl file or a hub name"
             raise unused("data.field", repr(self.field), f"data.source={self.source}", mend)
         return self
+
+    def check_task(self, task: TaskName) -> None:
+        """Raises the error of a value that `task`, which is now known, would not read."""
+        only: dict[str, tuple[TaskName, ...]] = {
+            "languages": ("translation",),
+            "held_out_source": ("translation",),
+            "noise": ("mlm", "span"),
+            "span": ("span",),
+            "symbols": ("copy", "reverse"),
+            "source": ("lm", "mlm", "span", "translation"),
+            "field": ("lm", "mlm", "span"),
+            "held_out": ("lm", "mlm", "span", "translation"),
+            "max_bytes": ("lm", "mlm", "span", "translation"),
+        }
+        for name, tasks in only.items():
+            value = getattr(self, name)
+            if task not in tasks and value != type(self).model_fields[name].default:
+                shown = list(value) if isinstance(value, tuple) else value
+                raise unused(f"data.{name}", shown, f"data.task={task}", f"data.task={tasks[0]}")
+        if self.noise == 0 and task in ("mlm", "span"):
+            raise conflict("0 hides nothing, so there would be nothing to predict; give 0.15, say", "data.noise")
+        if task == "translation" and (self.languages is None or self.source == "embedded"):
+            raise conflict(
+                "translation reads parallel files; set data.source to the path before their endings and"
+                " data.languages to these, as in data.source=wmt/train data.languages=[en,de]",
+                "data.task",
+            )
 
 
 class OptimConfig(Section):
@@ -211,10 +264,69 @@ class TrainConfig(Section):
         return self
 
 
-class PrecisionConfig(Section):
-    """What products are computed in. The residual stream, parameters and gradients stay in fp32."""
+Compute = Literal["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"]
+SCALED: tuple[Compute, ...] = ("fp16", "fp8_e4m3", "fp8_e5m2")  # gradients may underflow: the loss is scaled
 
-    compute: Annotated[Literal["fp32", "bf16"], says("what products are computed in")] = "fp32"
+
+class LossScaleConfig(Section):
+    """The factor on the loss that keeps small gradients representable; for compute=fp16 and fp8."""
+
+    dynamic: Annotated[Flag, says("halve at an overflow, double after growth_steps without one")] = True
+    initial: Annotated[Positive, says("the scale to begin with")] = 65536.0
+    growth_steps: Annotated[Count, says("applied steps before the scale is doubled")] = 2000
+    minimum: Annotated[Positive, says("an overflow at this scale is the model's, not the scale's")] = 1.0
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "LossScaleConfig":
+        for name in ("initial", "minimum"):
+            value = getattr(self, name)
+            if math.frexp(value)[0] != 0.5:
+                near = 2.0 ** round(math.log2(value))
+                raise conflict(
+                    f"{value:g} is not a power of two, so that scaling would round; give {near:g}",
+                    f"precision.loss_scale.{name}",
+                )
+        for name in ("growth_steps", "minimum"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if not self.dynamic and value != default:
+                mend = "precision.loss_scale.dynamic=true"
+                raise unused(f"precision.loss_scale.{name}", value, "precision.loss_scale.dynamic=false", mend)
+        return self
+
+
+class PrecisionConfig(Section):
+    """What is computed and kept in what. An engine that cannot honour a value refuses it."""
+
+    compute: Annotated[
+        Compute, says("what products are computed in; on a CPU fp16 and fp8 are rounded to, not run natively")
+    ] = "fp32"
+    stream: Annotated[Literal["fp32", "bf16"], says("the residual stream between sublayers")] = "fp32"
+    params: Annotated[Literal["fp32", "bf16"], says("parameters, and with them the optimizer's state")] = "fp32"
+    reduce: Annotated[Literal["fp32", "bf16"], says("gradients on their way between ranks")] = "fp32"
+    softmax: Annotated[Literal["fp32", "compute"], says("the softmax inside attention")] = "fp32"
+    tf32: Annotated[Flag, says("fp32 products may be rounded to TF32 (CUDA only)")] = False
+    flush_denormals: Annotated[
+        Flag, says("denormal numbers become 0, from the process's start: vanished gradients read as zeros")
+    ] = False
+    loss_scale: LossScaleConfig = LossScaleConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "PrecisionConfig":
+        if self.compute not in SCALED and self.loss_scale != LossScaleConfig():
+            key = next(k for k, v in self.loss_scale if v != getattr(LossScaleConfig(), k))
+            has = f"precision.compute={self.compute}"
+            raise unused(f"precision.loss_scale.{key}", getattr(self.loss_scale, key), has, "precision.compute=fp16")
+        if self.loss_scale.dynamic and self.loss_scale.minimum > self.loss_scale.initial:
+            raise conflict(
+                f"{self.loss_scale.minimum:g} is more than precision.loss_scale.initial={self.loss_scale.initial:g}",
+                "precision.loss_scale.minimum",
+                "precision.loss_scale.initial",
+            )
+        if self.tf32 and self.compute != "fp32":
+            raise unused("precision.tf32", True, f"precision.compute={self.compute}", "precision.compute=fp32")
+        if self.softmax == "compute" and self.compute == "fp32":
+            raise unused("precision.softmax", "compute", "precision.compute=fp32", "precision.compute=bf16")
+        return self
 
 
 class UpdateProbeConfig(Section):
@@ -239,6 +351,22 @@ class ProbesConfig(Section):
     every: Annotated[Count, says("steps between records")] = 10
     profiles: Annotated[Flag, says("record arrays over depth too")] = True
     update: UpdateProbeConfig = UpdateProbeConfig()
+    layers: Annotated[
+        Flag, says("at the end: how far each block turns the stream, and the held-out loss without it")
+    ] = False
+
+
+class CheckpointConfig(Section):
+    """Complete states to go on from, in the run's folder. A run that was interrupted goes on from the newest."""
+
+    every: Annotated[CountOrZero, says("steps between checkpoints, and one after the last; 0: none are written")] = 0
+    keep: Annotated[Count, says("newest checkpoints that are kept")] = 2
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "CheckpointConfig":
+        if not self.every and self.keep != 2:
+            raise unused("checkpoint.keep", self.keep, "checkpoint.every=0", "checkpoint.every")
+        return self
 
 
 class TrackingConfig(Section):
@@ -258,6 +386,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     precision: PrecisionConfig = PrecisionConfig()
     probes: ProbesConfig = ProbesConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
@@ -269,8 +398,46 @@ class RunConfig(Section):
                 "probes.update.steps",
                 "train.steps",
             )
+        topology, task = self.topology, self.task
+        if task not in TASKS_OF[topology]:
+            fits = ", ".join(TASKS_OF[topology])
+            raise conflict(
+                f"{task} is nothing for {_article(topology)} model (model.N={self.model.N} model.M={self.model.M});"
+                f" it takes {fits}",
+                "data.task",
+                "model.N",
+                "model.M",
+            )
+        self.data.check_task(task)
+        if self.model.segments and task != "mlm":
+            raise unused("model.segments", self.model.segments, f"data.task={task}", "data.task=mlm")
+        if self.precision.compute in SCALED and self.model.compile:
+            raise conflict(
+                f"{self.precision.compute} products are rounded one by one and cannot be compiled;"
+                " set model.compile=false or precision.compute=bf16",
+                "precision.compute",
+                "model.compile",
+            )
         return self
+
+    @property
+    def topology(self) -> Literal["encoder", "decoder", "encoder-decoder"]:
+        """What the model is made of, by which of N and M are not 0."""
+        if self.model.N and self.model.M:
+            return "encoder-decoder"
+        return "encoder" if self.model.N else "decoder"
+
+    @property
+    def task(self) -> TaskName:
+        """What is trained: `data.task`, or what the topology is trained on where that says nothing."""
+        return self.data.task or TASKS_OF[self.topology][0]
 
     def numerical(self) -> dict[str, Any]:
         """Returns the part of the configuration that numbers depend on (no names, no places)."""
-        return self.model_dump(mode="json", exclude={"name", "tracking"})
+        numbers = self.model_dump(mode="json", exclude={"name", "tracking", "checkpoint"})
+        numbers["data"]["task"] = self.task
+        return numbers
+
+
+def _article(topology: str) -> str:
+    return f"an {topology}" if topology.startswith("e") else f"a {topology}"

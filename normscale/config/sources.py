@@ -40,6 +40,10 @@ class Sources:
         """Returns the keys that were left open and not given since."""
         return sorted(self._missing)
 
+    def place(self, key: str) -> str | None:
+        """Returns the place where this very key was written, None if it was not."""
+        return self._places.get(key)
+
     def where(self, *keys: str) -> str:
         """Returns " (deep.yaml:12)", ready to end a message, or "" when none of the keys was written anywhere.
 

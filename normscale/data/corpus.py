@@ -1,5 +1,6 @@
 """A corpus: two splits of bytes that share nothing, read from one source."""
 
+import functools
 import sys
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -63,12 +64,18 @@ def load_corpus(config: DataConfig) -> Corpus:
     return build(config, source)
 
 
+@functools.lru_cache(maxsize=4)
+def corpus_of(config: DataConfig) -> Corpus:
+    """Returns the corpus, read once a process."""
+    return load_corpus(config)
+
+
 def build(config: DataConfig, source: Source) -> Corpus:
     """Returns the corpus made of a source's rows, each split cut at its limit (held-out: that share of the other's)."""
     limit = sys.maxsize if config.max_bytes is None else config.max_bytes
     rows = _fill(source, {"train": limit, "held_out": max(1, int(limit * config.held_out))})
     tables = {name: _table(rows[name]) for name in rows}
-    train, held_out = _joined(tables["train"]), _joined(tables["held_out"])
+    train, held_out = joined(tables["train"])[0], joined(tables["held_out"])[0]
     if not (train.size and held_out.size):
         raise DataError(
             f"data.source: {config.source!r} holds too little text to be split with data.held_out={config.held_out:g} "
@@ -114,6 +121,18 @@ def packed(corpus: Corpus, split: Split, context: int) -> Any:
     return datasets.Dataset(pa.table({COLUMN: values})).with_format("torch")
 
 
+def rows_of(dataset: Any) -> Bytes:
+    """Returns the rows of a packed data set as one array, without a copy where they lie in one piece.
+
+    Shape:
+        [samples, context + 1]
+    """
+    column = dataset.with_format("arrow")[:][COLUMN].combine_chunks()
+    chunk = column.chunk(0) if hasattr(column, "chunk") else column
+    values: Bytes = chunk.flatten().to_numpy(zero_copy_only=True)
+    return values.reshape(len(chunk), -1)
+
+
 def require(corpus: Corpus, context: int, batch: int, key: str = "train.batch") -> None:
     """Checks that each split fills one batch, and raises a `DataError` with the numbers where one does not."""
     if min(corpus.train.size, corpus.held_out.size) < batch * context + 1:
@@ -151,14 +170,18 @@ def _table(rows: list[Row]) -> Any:
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-def _joined(table: Any) -> Bytes:
-    """Returns the rows' bytes one after the other: the values of the Arrow column as they lie in memory."""
-    text = table.with_format("arrow")[:]["text"].combine_chunks()
+def joined(table: Any, column: str = "text") -> tuple[Bytes, NDArray[np.int64]]:
+    """Returns a column's bytes one row after the other, as they lie in memory, and where each row begins.
+
+    Shape:
+        bytes [n]; places [rows + 1], the last of which is n.
+    """
+    text = table.with_format("arrow")[:][column].combine_chunks()
     chunk = text.chunk(0) if isinstance(text, pa.ChunkedArray) else text
     if not len(chunk):
-        return np.zeros(0, dtype=np.uint8)
+        return np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int64)
     _, offsets, values = chunk.buffers()
-    ends = np.frombuffer(offsets, dtype=np.int64)[chunk.offset :]
-    data = np.frombuffer(values, dtype=np.uint8)[ends[0] : ends[len(chunk)]]
+    places = np.frombuffer(offsets, dtype=np.int64)[chunk.offset :][: len(chunk) + 1]
+    data = np.frombuffer(values, dtype=np.uint8)[places[0] : places[-1]]
     data.flags.writeable = False
-    return data
+    return data, places - places[0]

@@ -30,7 +30,7 @@ def read(config: DataConfig) -> Source:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        missing = f"{_shown(source)} does not exist{_suggest(path)}"
+        missing = f"{shown(source)} does not exist{suggest(path, 'embedded')}"
         raise DataError(f"data.source: {missing}; give {ALLOWED}") from None
     except OSError as e:
         raise _unreadable(source, path, e) from None
@@ -124,18 +124,19 @@ def _texts_in(source: str, folder: Path) -> list[Path]:
 def _unreadable(source: str, path: Path, error: OSError) -> DataError:
     place = "" if str(path) == source else f" at {plain(str(path), 300)}"
     return DataError(
-        f"data.source: {_shown(source)} cannot be read{place} ({error.strerror}); check path and permissions"
+        f"data.source: {shown(source)} cannot be read{place} ({error.strerror}); check path and permissions"
     )
 
 
-def _suggest(path: Path) -> str:
+def suggest(path: Path, *others: str) -> str:
+    """Returns where a path that is not there leads, or which name beside it, or of the others, is nearest."""
     try:
         if path.is_symlink():
             return f" (a link to {plain(os.readlink(path), 200)}, which is not there)"
         names = os.listdir(path.parent)
     except (OSError, ValueError):
         names = []
-    return _nearest(path.name, [*names, "embedded"])
+    return _nearest(path.name, [*names, *others])
 
 
 def _nearest(word: str, names: Iterable[str]) -> str:
@@ -149,6 +150,6 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(first[:8]) + ", ..." * (len(first) > 8)
 
 
-def _shown(source: str) -> str:
+def shown(source: str) -> str:
     """Returns the source as a message shows it: quoted, and cut where it is too long to be a name."""
     return plain(repr(source), 200)

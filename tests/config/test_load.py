@@ -159,7 +159,7 @@ MESSAGES = [
     ("model:\n  scheme: on\n", ["model.scheme: true is not a line of text; put it in quotes"]),
     ("name: ''\n", ["name: '' is not a line of text"]),
     ('name: "a\\nb"\n', ["name: 'a\\nb' is not a line of text"]),
-    ("model:\n  positions: RoPE\n", ["'RoPE' is not one of rope, learned; did you mean 'rope'?"]),
+    ("model:\n  positions: RoPE\n", ["'RoPE' is not one of rope, learned, sinusoidal; did you mean 'rope'?"]),
     ("model: 3\n", ["model: 3 is not a section"]),
     ("model:\n", ["model: null is not a section"]),
     ("model: [1]\n", ["model: [1] is not a section", "deep.yaml:1"]),
@@ -316,13 +316,12 @@ def test_every_configuration_of_ours_loads_and_survives_a_dump(path: Path, write
 def test_the_configurations_say_what_their_names_say() -> None:
     assert {path.stem for path in OURS} >= {"tiny", "quick", "depth"}
     for path in OURS:
-        scheme, _, depth = path.stem.partition("-")
-        if depth:
-            model = load(path).model
-            assert (model.M, model.scheme.removesuffix("norm")) == (int(depth), scheme.removesuffix("norm")) or (
-                model.M,
-                model.scheme,
-            ) == (int(depth), scheme)
+        name, *depths = path.stem.split("-")
+        model = load(path).model
+        if depths:
+            assert [blocks for blocks in (model.N, model.M) if blocks] == [int(depth) for depth in depths]
+            others = {"encdec": "deepnorm", "encoder": "deepnorm", "deepnet": "deepnorm"}
+            assert model.scheme.removesuffix("norm") == others.get(name, name).removesuffix("norm")
     quick = load(ROOT / "configs/train/quick.yaml")
     assert (quick.model.M, quick.model.d, quick.train.steps) == (2, 32, 30)
 

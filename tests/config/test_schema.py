@@ -17,9 +17,11 @@ def test_a_configuration_is_frozen_at_every_depth() -> None:
 
 def test_numerical_leaves_out_names_and_places_only() -> None:
     config = RunConfig()
-    assert RunConfig.model_fields.keys() - config.numerical().keys() == {"name", "tracking"}
+    assert RunConfig.model_fields.keys() - config.numerical().keys() == {"name", "tracking", "checkpoint"}
     assert config.numerical()["train"]["optim"]["betas"] == [0.9, 0.98]
     assert load(None, ["name=other", "tracking.runs=elsewhere"]).numerical() == config.numerical()
+    assert load(None, ["checkpoint.every=5"]).numerical() == config.numerical()
+    assert load(None, ["data.task=lm"]).numerical() == config.numerical()  # which it is, unsaid
     assert load(None, ["seed=1"]).numerical() != config.numerical()
     assert load(None, ["model.eps=0"]).numerical() == load(None, ["model.eps=0.0"]).numerical()
 
@@ -27,9 +29,24 @@ def test_numerical_leaves_out_names_and_places_only() -> None:
 REFUSED = [
     (["model.d=30"], "model.heads: 4 does not divide model.d=30; 3 does"),
     (["model.d=12"], "model.positions: rope turns pairs and needs an even head width"),
-    (["model.N=3"], "model.N: 3 encoder blocks are not built by this version; set model.N=0"),
-    (["model.N=3", "model.M=0"], "model.N: 3 encoder blocks"),
-    (["model.M=0"], "model.M: 0 decoder blocks leave nothing to train"),
+    (["model.M=0"], "model.M: 0 blocks leave nothing to train; set model.N or model.M to 1 or more"),
+    (["data.task=copy"], "data.task: copy is nothing for a decoder model (model.N=0 model.M=12); it takes lm"),
+    (["model.N=3", "model.M=0", "data.task=lm"], "data.task: lm is nothing for an encoder model (model.N=3 model.M=0)"),
+    (["model.N=3", "data.task=mlm"], "data.task: mlm is nothing for an encoder-decoder model"),
+    (["data.noise=0.3"], "data.noise: 0.3 would do nothing with data.task=lm"),
+    (["model.N=3", "data.noise=0"], "data.noise: 0 hides nothing"),
+    (["model.N=3", "data.task=translation"], "data.task: translation reads parallel files"),
+    (["model.N=3", "data.task=copy", "data.source=a.txt"], "data.source: a.txt would do nothing with data.task=copy"),
+    (["model.N=3", "data.task=reverse", "data.max_bytes=9"], "data.max_bytes: 9 would do nothing with data.task=rev"),
+    (["model.N=3", "data.task=copy", "data.held_out=0.2"], "data.held_out: 0.2 would do nothing with data.task=copy"),
+    (["data.languages=[en, de]"], "data.languages: ['en', 'de'] would do nothing with data.task=lm"),
+    (["model.segments=2"], "model.segments: 2 would do nothing with data.task=lm"),
+    (["precision.loss_scale.initial=8"], "precision.loss_scale.initial: 8.0 would do nothing with precision.compute"),
+    (["precision.compute=fp16", "precision.loss_scale.initial=0.5"], "precision.loss_scale.minimum: 1 is more than"),
+    (["precision.compute=fp16", "model.compile=true"], "precision.compute: fp16 products are rounded one by one"),
+    (["precision.compute=bf16", "precision.tf32=true"], "precision.tf32: True would do nothing"),
+    (["precision.softmax=compute"], "precision.softmax: compute would do nothing with precision.compute=fp32"),
+    (["checkpoint.keep=3"], "checkpoint.keep: 3 would do nothing with checkpoint.every=0"),
     (["model.M=-1"], "model.M: -1 is not a whole number >= 0"),
     (["model.dropout=1"], "model.dropout: 1 is not a number >= 0 and < 1"),
     (["model.init_std=0.1"], "model.init_std: 0.1 would do nothing with model.init=xavier_normal"),

@@ -9,18 +9,11 @@ import pytest
 import torch
 
 from normscale.config.schema import DataConfig
-from normscale.data.batches import (
-    IGNORE,
-    Batches,
-    MicroBatch,
-    batches,
-    check_divides,
-    held_out_batches,
-    rows_of,
-    unigram_of,
-)
-from normscale.data.corpus import build, packed
+from normscale.data.batches import Batches, batches, check_divides, held_out_batches, unigram_of
+from normscale.data.corpus import build, packed, rows_of
 from normscale.data.rows import Row, Source
+from normscale.data.task import IGNORE, MicroBatch, Task
+from normscale.data.tasks.lm import Windows
 from normscale.errors import ConfigError, DataError
 
 
@@ -45,7 +38,7 @@ def epoch_of(dataset, world: int, batch: int, seed: int = 0, epoch: int = 0, acc
     """Returns for each rank the tokens of an epoch, one list of rows a step."""
     ranks = []
     for rank in range(world):
-        b = Batches(dataset, batch=batch, accumulate=accumulate, rank=rank, world=world, seed=seed)
+        b = Batches(Windows(dataset), batch=batch, accumulate=accumulate, rank=rank, world=world, seed=seed)
         first = epoch * b.steps_per_epoch
         ranks.append(
             [
@@ -74,7 +67,7 @@ def test_ranks_share_everything_once_whatever_the_shards(sizes, world, batch):
 
 def test_remainder_is_dropped_and_stated():
     dataset = packed(make(text(27 * 5 + 1)), "train", 5)
-    b = Batches(dataset, batch=8, rank=1, world=4, seed=0)
+    b = Batches(Windows(dataset), batch=8, rank=1, world=4, seed=0)
     assert b.facts()["dropped_samples"] == 3
     assert b.facts()["steps_per_epoch"] == 3
     assert "by index" in b.facts()["sharding"]
@@ -93,10 +86,10 @@ def test_global_batch_does_not_depend_on_ranks_or_accumulation(world, accumulate
 
 
 def test_accumulation_splits_the_window():
-    b = Batches(packed(make(text(1001)), "train", 5), batch=24, accumulate=3, rank=1, world=2, seed=0)
+    b = Batches(Windows(packed(make(text(1001)), "train", 5)), batch=24, accumulate=3, rank=1, world=2, seed=0)
     window = b.window(4)
     assert [tuple(x.tokens_BT.shape) for x in window] == [(4, 5)] * 3
-    assert sum(x.n_targets for x in window) * 2 == b.targets_per_step == 24 * 5
+    assert sum(x.n_targets for x in window) * 2 == 24 * 5
 
 
 def test_order_changes_with_seed_and_epoch():
@@ -114,7 +107,7 @@ def test_order_is_pinned():
 
 def test_window_is_a_function_of_the_step_alone():
     dataset = packed(make(text(1001)), "train", 5)
-    make_batches = lambda: Batches(dataset, batch=8, seed=5)  # noqa: E731
+    make_batches = lambda: Batches(Windows(dataset), batch=8, seed=5)  # noqa: E731
     straight = make_batches()
     forward = [straight.window(step)[0].tokens_BT for step in range(80)]  # three epochs
     assert straight.steps_per_epoch == 25
@@ -125,7 +118,7 @@ def test_window_is_a_function_of_the_step_alone():
 
 
 def test_every_byte_is_a_target_at_most_once_an_epoch():
-    b = Batches(packed(make(bytes(range(256))), "train", 7), batch=4, seed=1)
+    b = Batches(Windows(packed(make(bytes(range(256))), "train", 7)), batch=4, seed=1)
     targets = [t for step in range(b.steps_per_epoch) for t in b.window(step)[0].targets_BT.ravel().tolist()]
     assert len(targets) == b.steps_per_epoch * 4 * 7 == 252
     assert len(set(targets)) == 252
@@ -133,7 +126,7 @@ def test_every_byte_is_a_target_at_most_once_an_epoch():
 
 def test_targets_are_the_next_byte_of_the_data_sets_rows():
     dataset = packed(make(text(1001)), "train", 9)
-    b = Batches(dataset, batch=4, seed=1)
+    b = Batches(Windows(dataset), batch=4, seed=1)
     for step in (0, 7):
         (micro,) = b.window(step)
         rows = torch.stack([dataset[int(i)]["bytes"] for i in b.samples(step)[0]])  # through `datasets`, row by row
@@ -164,42 +157,47 @@ def test_indivisible_batch_names_numbers_and_nearest(batch, world, accumulate, n
     assert f"{world} ranks x train.accumulate={accumulate}" in str(e.value)
     assert str(e.value).endswith(f"the nearest is {near}")
     with pytest.raises(ConfigError):
-        Batches(packed(make(text(1001)), "train", 5), batch=batch, accumulate=accumulate, world=world, seed=0)
+        Batches(Windows(packed(make(text(1001)), "train", 5)), batch=batch, accumulate=accumulate, world=world, seed=0)
 
 
 def test_too_short_for_one_batch():
     dataset = packed(make(text(21)), "train", 5)
-    assert Batches(dataset, batch=4, seed=0).steps_per_epoch == 1
-    with pytest.raises(DataError, match=r"4 sequences, train\.batch is 5"):
-        Batches(dataset, batch=5, seed=0)
+    assert Batches(Windows(dataset), batch=4, seed=0).steps_per_epoch == 1
+    with pytest.raises(DataError, match=r"train\.batch: 5 is too many; there are 4 sequences"):
+        Batches(Windows(dataset), batch=5, seed=0)
+
+
+def task(corpus, context: int):
+    splits = [Windows(packed(corpus, split, context)) for split in ("train", "held_out")]
+    return Task("lm", 256, corpus.digest, *splits, np.bincount(corpus.train, minlength=256))
 
 
 def test_held_out_batches_are_the_held_out_split_in_a_fixed_order():
     corpus = make(text(1001), text(10 * 4 * 5 + 1, seed=1))
-    found = held_out_batches(corpus, context=5, batch=4, n=100)
+    found = held_out_batches(task(corpus, 5), batch=4, n=100)
     assert len(found) == 10
     rows = {tuple(row) for x in found for row in torch.cat([x.tokens_BT, x.targets_BT[:, -1:]], 1).tolist()}
     assert rows == {tuple(row) for row in rows_of(packed(corpus, "held_out", 5)).tolist()}
-    few = held_out_batches(corpus, context=5, batch=4, n=3)
+    few = held_out_batches(task(corpus, 5), batch=4, n=3)
     assert all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(few, found[:3], strict=True))
     assert few[0].tokens_BT.tolist() != rows_of(packed(corpus, "held_out", 5))[:4, :-1].tolist()
 
 
 def test_held_out_batches_need_one_batch():
-    with pytest.raises(DataError, match="needs 101 bytes"):
-        held_out_batches(make(text(1001), b"x" * 100), context=5, batch=20, n=1)
+    with pytest.raises(DataError, match=r"train\.batch: 20 is too many; there are 19 held-out sequences"):
+        held_out_batches(task(make(text(1001), b"x" * 100), 5), batch=20, n=1)
 
 
 def test_unigram_of_batches_is_that_of_their_targets():
     corpus = make(text(1001), text(201, seed=1))
-    whole = held_out_batches(corpus, context=5, batch=1, n=1000)
+    whole = held_out_batches(task(corpus, 5), batch=1, n=1000)
     targets = corpus.held_out[1:]
     seen = np.bincount(corpus.train, minlength=256) + 1
-    assert unigram_of(corpus, whole) == pytest.approx(-np.log(seen[targets] / seen.sum()).mean(), rel=1e-12)
+    assert unigram_of(task(corpus, 5), whole) == pytest.approx(-np.log(seen[targets] / seen.sum()).mean(), rel=1e-12)
 
 
 def test_window_is_cheap():
-    b = Batches(packed(make(text(65 * 10_000)), "train", 64), batch=8, seed=0)
+    b = Batches(Windows(packed(make(text(65 * 10_000)), "train", 64)), batch=8, seed=0)
     b.window(0)
     times = []
     for step in range(200):

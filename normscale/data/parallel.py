@@ -1,0 +1,83 @@
+"""Parallel text: two files whose lines are translations of each other, each plain or .gz.
+
+Lines are bytes, as in every other corpus: no decoding, no normalising. Nothing but the line end is taken off, so that
+a carriage return stays.
+"""
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from normscale.config.sources import plain
+from normscale.data.local import shown, suggest
+from normscale.errors import DataError
+
+
+class Pair(NamedTuple):
+    """One line of each file, and its number from 1."""
+
+    line: int
+    source: bytes
+    target: bytes
+
+
+def files_of(base: str, languages: tuple[str, str], key: str = "data.source") -> tuple[Path, Path]:
+    """Returns the files of both languages: `base`.en, or `base`.en.gz where there is no such file.
+
+    Raises:
+        DataError: one is not there. `key` is where the configuration says `base`.
+    """
+    source, target = (_file(base, language, key) for language in languages)
+    return source, target
+
+
+def read(files: tuple[Path, Path], key: str = "data.source") -> Iterator[Pair]:
+    """Yields the pairs of lines; to the end, so that files that do not fit each other are seen.
+
+    Raises:
+        DataError: a file cannot be read, or one has more lines than the other.
+    """
+    counts = [0, 0]
+    for source, target in zip_longest(*(_lines(path, key) for path in files)):
+        counts[0] += source is not None
+        counts[1] += target is not None
+        if source is not None and target is not None:
+            yield Pair(counts[0], source, target)
+    if counts[0] != counts[1]:
+        a, b = (plain(str(path), 300) for path in files)
+        raise DataError(
+            f"{key}: {a} has {counts[0]} lines and {b} has {counts[1]}; line n of one is to be the translation of line"
+            " n of the other; give files of equally many lines"
+        )
+
+
+def _file(base: str, language: str, key: str) -> Path:
+    plain_path = Path(f"{os.path.expanduser(base)}.{language}")
+    packed_path = plain_path.with_name(f"{plain_path.name}.gz")
+    for path in (plain_path, packed_path):
+        if os.path.isfile(path):
+            return path
+    missing = shown(f"{base}.{language}")
+    raise DataError(
+        f"{key}: neither {missing} nor the same with .gz is a file{suggest(plain_path)}; {key} is the path before the"
+        f" ending, and data.languages the two endings"
+    )
+
+
+def _lines(path: Path, key: str) -> Iterator[bytes]:
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for line in file:
+                number += 1
+                yield line.removesuffix(b"\n")
+    except (OSError, EOFError, zlib.error) as e:  # the last two: .gz files that are cut or damaged
+        reason = getattr(e, "strerror", None) or str(e)
+        raise DataError(
+            f"{key}: {plain(str(path), 300)} cannot be read after line {number} ({reason}); mend the file, or check"
+            " its permissions"
+        ) from None

@@ -1,0 +1,148 @@
+"""Translation: pairs as they stand in the files, padded, split, and left out where they do not fit."""
+
+import gzip
+
+import numpy as np
+import pytest
+
+from normscale.config.schema import RunConfig
+from normscale.data.batches import held_out_batches, unigram_of
+from normscale.data.task import IGNORE, load_task
+from normscale.data.tasks.translation import BEGIN, END, PAD
+from normscale.errors import DataError
+from tests.data.made import write_pairs
+
+
+def config(folder, context: int = 8, batch: int = 1, **data) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"N": 1, "M": 1, "d": 16, "heads": 2, "context": context},
+            "data": {"task": "translation", "source": str(folder / "x"), "languages": ["en", "de"], **data},
+            "train": {"batch": batch},
+        }
+    )
+
+
+def write(folder, source: list[bytes], target: list[bytes], name: str = "x") -> None:
+    for ending, lines in (("en", source), ("de", target)):
+        (folder / f"{name}.{ending}").write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def pairs_of(samples) -> list[tuple[bytes, bytes]]:
+    batch = samples.batch(np.arange(len(samples)))
+    source = [bytes(x for x in row if x < 256) for row in batch.source_BS.tolist()]
+    target = [bytes(x for x in row if 0 <= x < 256) for row in batch.targets_BT.tolist()]
+    return list(zip(source, target, strict=True))
+
+
+def test_a_pair_as_the_model_gets_it(tmp_path):
+    write(tmp_path, [b"ab", b"cde"], [b"xyz", b"\xff"])
+    task = load_task(config(tmp_path, held_out=0.5))
+    assert task.vocab == 259
+    batch = task.train.batch(np.array([0]))
+    if batch.n_targets == 2:  # which of the two is held out is not the point here
+        batch = task.held_out.batch(np.array([0]))
+    assert batch.source_BS.tolist() == [[97, 98, END, PAD, PAD, PAD, PAD, PAD]]
+    assert batch.source_keep_BS.tolist() == [[True] * 3 + [False] * 5]
+    assert batch.tokens_BT.tolist() == [[BEGIN, 120, 121, 122, PAD, PAD, PAD, PAD]]
+    assert batch.targets_BT.tolist() == [[120, 121, 122, END, IGNORE, IGNORE, IGNORE, IGNORE]]
+    assert batch.n_targets == 4
+
+
+def test_pairs_that_fill_the_context_fit_and_longer_ones_are_left_out(tmp_path):
+    lines = [b"1234567", b"12345678", b"1", b"1", b"", b"1", b" \t\r", b"123"]
+    other = [b"abcdefg", b"a", b"abcdefgh", b"", b"", b"b", b"c", b"abc"]
+    write(tmp_path, lines, other)
+    task = load_task(config(tmp_path, held_out=0.4))
+    assert sorted(pairs_of(task.train) + pairs_of(task.held_out)) == [
+        (b"1", b"b"),
+        (b"123", b"abc"),
+        (b"1234567", b"abcdefg"),
+    ]
+    facts = task.facts()
+    assert (facts["dropped_long"], facts["dropped_blank"]) == (2, 3)
+    full = next(
+        samples.batch(np.array([i]))
+        for samples in (task.train, task.held_out)
+        for i in range(len(samples))
+        if samples.batch(np.array([i])).n_targets == 8
+    )
+    assert full.source_keep_BS.all()
+    assert full.tokens_BT[0].tolist() == [BEGIN, *b"abcdefg"]
+
+
+def test_lines_are_bytes(tmp_path):
+    odd = [b"a\r", b"\xff\xfe\x00", b"\x85\x0b\x0c", "é\u2028".encode(), b"tab\t"]
+    write(tmp_path, odd * 4, odd * 4)
+    task = load_task(config(tmp_path, held_out=0.25))
+    assert {pair for split in (task.train, task.held_out) for pair in pairs_of(split)} == {(x, x) for x in odd}
+
+
+def test_a_share_of_the_pairs_is_held_out_whatever_the_context(tmp_path):
+    write_pairs(tmp_path / "x", 400)
+    splits = {}
+    for context in (9, 16):
+        task = load_task(config(tmp_path, context))
+        splits[context] = [{source[:3] for source, _ in pairs_of(s)} for s in (task.train, task.held_out)]
+        assert not splits[context][0] & splits[context][1]
+        assert pairs_of(task.train) == [(a, b) for a, b in pairs_of(task.train) if a[:3] == b[:3]]
+    assert [len(x) for x in splits[16]] == [360, 40]
+    assert splits[9][0] < splits[16][0]
+    assert splits[9][1] < splits[16][1]
+
+
+def test_files_of_their_own_can_be_held_out(tmp_path):
+    write(tmp_path, [b"a", b"b"], [b"1", b"2"])
+    write(tmp_path, [b"c"], [b"3"], name="valid")
+    task = load_task(config(tmp_path, held_out_source=str(tmp_path / "valid")))
+    assert pairs_of(task.train) == [(b"a", b"1"), (b"b", b"2")]
+    assert pairs_of(task.held_out) == [(b"c", b"3")]
+    assert task.facts()["split"] == "by file"
+
+
+def test_packed_files_and_a_last_line_without_its_end_are_the_same(tmp_path):
+    write_pairs(tmp_path / "x", 40)
+    digest = load_task(config(tmp_path, 16)).digest
+    for ending in ("en", "de"):
+        file = tmp_path / f"x.{ending}"
+        (tmp_path / f"y.{ending}.gz").write_bytes(gzip.compress(file.read_bytes().removesuffix(b"\n")))
+    other = load_task(config(tmp_path, 16, source=str(tmp_path / "y")))
+    assert other.digest == digest
+    assert load_task(config(tmp_path, 16, languages=["de", "en"])).digest != digest
+
+
+def test_no_more_is_read_than_max_bytes(tmp_path):
+    write_pairs(tmp_path / "x", 400)
+    whole = load_task(config(tmp_path, 16, max_bytes=None))
+    part = load_task(config(tmp_path, 16, max_bytes=1000))
+    pairs = pairs_of(part.train)
+    size = sum(len(a) + len(b) for a, b in pairs)
+    assert 1000 - 2 * 15 < size <= 1000
+    assert pairs == pairs_of(whole.train)[: len(pairs)]
+    assert sum(len(a) + len(b) for a, b in pairs_of(part.held_out)) <= 100
+    assert part.digest != whole.digest
+
+
+def test_the_unigram_entropy_counts_ends_and_no_padding(tmp_path):
+    write(tmp_path, [b"s"] * 1000, [b"ab"] * 1000)
+    task = load_task(config(tmp_path, batch=2))
+    assert task.frequencies[[97, 98, END]].tolist() == [900] * 3
+    assert task.frequencies.sum() == 2700
+    p = 901 / (2700 + 259)
+    assert unigram_of(task, held_out_batches(task, 2, 5)) == pytest.approx(-np.log(p))
+
+
+def test_too_few_pairs_says_why(tmp_path):
+    write(tmp_path, [b"a"] * 20 + [b"12345678", b""], [b"b"] * 22)
+    with pytest.raises(DataError) as e:
+        load_task(config(tmp_path, batch=3))
+    said = str(e.value)
+    assert "one batch needs 3 pairs in each split, training has 18 and held-out 2" in said
+    assert "1 were longer than model.context=8 holds and 1 blank" in said
+
+
+def test_files_that_do_not_fit_each_other_are_refused_though_the_first_lines_were_enough(tmp_path):
+    write(tmp_path, [b"a"] * 2000, [b"b"] * 2001)
+    with pytest.raises(DataError) as e:
+        load_task(config(tmp_path, max_bytes=100))
+    assert f"{tmp_path}/x.en has 2000 lines and {tmp_path}/x.de has 2001" in str(e.value)
