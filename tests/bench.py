@@ -35,7 +35,7 @@ def build(blocks: int) -> float:
     return time.perf_counter() - started
 
 
-def step(blocks: int, tries: int) -> tuple[float, float]:
+def step(blocks: int, tries: int, compute: str = "fp32") -> tuple[float, float]:
     """Returns the median seconds of a plain and of a measured step: d=64, 64 tokens, batch 8, AdamW, one thread.
 
     Plain and measured steps take turns, so that the noise of the machine falls on both alike.
@@ -43,6 +43,7 @@ def step(blocks: int, tries: int) -> tuple[float, float]:
     import torch
 
     from normscale.config.schema import RunConfig
+    from normscale.data.task import MicroBatch
     from normscale.models.builder import build as build_model
     from normscale.probes.activations import Activations
     from normscale.probes.gradients import Gradients
@@ -52,7 +53,12 @@ def step(blocks: int, tries: int) -> tuple[float, float]:
     from normscale.train.run import subject_of
 
     torch.set_num_threads(1)
-    config = RunConfig(model={"M": blocks, "positions": "learned"}, train={"steps": 10**6}, probes={"every": 2})
+    config = RunConfig(
+        model={"M": blocks, "positions": "learned"},
+        train={"steps": 10**6},
+        probes={"every": 2},
+        precision={"compute": compute},
+    )
     engine = Engine(build_model(config.model, 256, 0), config.precision, torch.device("cpu"))
     probes = [Activations(), Gradients()]
     for probe in probes:
@@ -66,7 +72,7 @@ def step(blocks: int, tries: int) -> tuple[float, float]:
         with SpoolWriter(Path(folder), 1) as spool:
             for _ in range(2 * tries + 2):
                 started = time.perf_counter()
-                trainer.step([(rows[:, :-1], rows[:, 1:])], spool)
+                trainer.step([MicroBatch(rows[:, :-1], rows[:, 1:])], spool)
                 times[trainer.measures(trainer.attempted)].append(time.perf_counter() - started)
     return statistics.median(times[False]), statistics.median(times[True][1:])
 
@@ -82,6 +88,10 @@ def main() -> None:
         print(
             f"step, {blocks:4} blocks            {plain:8.3f} s  (measured step {100 * (measured / plain - 1):+.1f} %)"
         )
+    fp32, _ = step(12, 10)
+    for compute in ("fp16", "fp8_e4m3"):
+        rounded, _ = step(12, 10, compute)
+        print(f"step,   12 blocks, {compute:<9} {rounded:8.3f} s  (rounded; {rounded / fp32:.2f} times fp32)")
 
 
 if __name__ == "__main__":

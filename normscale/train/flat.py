@@ -62,6 +62,12 @@ class FlatParameters:
         leaves[0].grad, leaves[1].grad = self.grads[: self.split], self.grads[self.split :]
         return leaves
 
+    def named(self) -> dict[str, Tensor]:
+        """Returns every parameter's values by name, on the host: views of one copy, or of what is there already."""
+        values = self.values.detach().cpu()
+        pairs = zip(self.spans.items(), self.parameters, strict=True)
+        return {name: values[start:stop].view(p.shape) for (name, (start, stop)), p in pairs}
+
     def zero_grad(self) -> None:
         """Sets all gradients to zero, in place."""
         self.grads.zero_()
@@ -75,8 +81,8 @@ class FlatParameters:
             assert p.grad.data_ptr() == self.grads[start:].data_ptr(), name
 
     def grad_norm(self) -> Tensor:
-        """Returns the L2 norm of the whole gradient, a 0-d tensor."""
-        norm: Tensor = torch.linalg.vector_norm(self.grads)
+        """Returns the L2 norm of the whole gradient, a 0-d tensor, summed in fp32 at least."""
+        norm: Tensor = torch.linalg.vector_norm(self.grads, dtype=torch.promote_types(self.grads.dtype, torch.float32))
         return norm
 
     def squares(self, groups: Sequence[Sequence[str]]) -> Tensor:
@@ -86,7 +92,8 @@ class FlatParameters:
         """
         views = [self.grads[slice(*self.spans[name])] for group in groups for name in group]
         owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self.grads.device)
-        norms = torch.stack(torch._foreach_norm(views)).double()
+        wide = torch.promote_types(self.grads.dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(views, 2, dtype=wide)).double()
         sums = torch.zeros(len(groups), dtype=torch.float64, device=self.grads.device)
         return sums.index_add_(0, owner, norms.square())
 

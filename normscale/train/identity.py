@@ -12,18 +12,12 @@ from typing import Any
 import torch
 
 import normscale
-from normscale.config.schema import DataConfig, RunConfig
-from normscale.data.corpus import Corpus, load_corpus
+from normscale.config.schema import RunConfig
+from normscale.data.task import load_task
 from normscale.models.plan import resolve
 from normscale.train.engine import device_kind, world_size
 
 NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "probes", "train")
-
-
-@functools.cache
-def corpus_of(config: DataConfig) -> Corpus:
-    """Returns the corpus, read once a process."""
-    return load_corpus(config)
 
 
 @functools.cache
@@ -46,12 +40,13 @@ def identity(config: RunConfig) -> dict[str, Any]:
         DataError: the corpus cannot be read.
     """
     numerical = config.numerical()
-    del numerical["data"]
+    places = {"source", "languages", "held_out_source", "field", "max_bytes", "held_out"}
+    numerical["data"] = {name: value for name, value in numerical["data"].items() if name not in places}
     numerical["model"] = resolve(config.model).numerical()
     cuda = device_kind() == "cuda"
     parts = {
         "config": numerical,
-        "data_digest": corpus_of(config.data).digest,
+        "data_digest": load_task(config).digest,
         "device": device_kind(),
         "device_name": torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

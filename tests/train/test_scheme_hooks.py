@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from normscale.data.batches import Batches
-from normscale.data.corpus import packed
+from normscale.data.task import load_task
 from normscale.models.builder import build
 from normscale.models.init import weights
 from normscale.schemes import Own, Scheme, Streams, Weight, registry
-from normscale.train.identity import corpus_of
 from normscale.train.run import run
 from tests.probes.test_probes import Notes, windows
 from tests.train.test_loop import poisoned, trainer
@@ -98,10 +97,10 @@ def test_a_run_calibrates_once_on_its_first_batch_before_anything_else(tmp_path:
     assert run(settings).outcome == "finished"
     assert Guest.log == ["calibrate", *["after_step"] * 3]
     # On the fresh model, and on the whole of the first batch whatever the ranks and the accumulation.
-    corpus = corpus_of(settings.data)
-    first = Batches(packed(corpus, "train", 16), batch=4, seed=3).window(0)[0]
+    task = load_task(settings)
+    first = Batches(task.train, batch=4, seed=3).window(0)[0]
     wanted: list[Tensor] = []
-    fresh = build(settings.model, corpus.vocab, 3)
+    fresh = build(settings.model, task.vocab, 3)
     for sublayer in fresh.sublayers():
         sublayer.branch.register_forward_hook(lambda m, a, out: wanted.append(out.detach()))
     fresh(first.tokens_BT)

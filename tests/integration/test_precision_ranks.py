@@ -1,0 +1,70 @@
+"""Two real processes in mixed precision: what travels between them, and that they decide alike."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normscale.tracking.spool import RunRecord, read_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def trained(out: Path, precision: dict[str, object]) -> tuple[list[dict[str, Any]], RunRecord]:
+    """Returns what each rank saved, and the record."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "tests.integration.precision_worker", str(out), json.dumps(precision)]
+    started = [
+        subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=100)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], errors
+    (folder,) = (out / "runs").glob("deepnorm-*")
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(2)], read_run(folder)
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_halves_the_scale_on_both_and_gradients_travel_in_bf16(tmp_path: Path) -> None:
+    ranks, record = trained(tmp_path, {"compute": "fp16", "reduce": "bf16", "loss_scale": {"initial": 256.0}})
+    one, other = ranks
+    assert one["steps"] == other["steps"]
+    overflow = [step[1] for step in one["steps"]]
+    assert overflow == [False, False, True, False, False]
+    assert [step[2] for step in one["steps"]] == [256.0, 256.0, 256.0, 128.0, 128.0]
+    assert torch.equal(one["values"], other["values"])
+    for grads in (one["grads"][1], one["grads"][4]):
+        assert torch.equal(grads, grads.bfloat16().float())
+    assert not torch.equal(one["grads"][4], torch.zeros(()).expand_as(one["grads"][4]))
+    (event,) = record.events
+    assert (event["event"], event["step"], event["before"], event["after"]) == ("loss_scale", 3, 256.0, 128.0)
+    assert (record.start["precision_seen"]["reduce"], record.start["engine"]) == ("bfloat16", "ddp")
+
+
+@pytest.mark.slow
+def test_gradients_of_bf16_parameters_can_travel_in_fp32(tmp_path: Path) -> None:
+    ranks, record = trained(tmp_path, {"params": "bf16"})
+    seen = record.start["precision_seen"]
+    assert (seen["params"], seen["grads"], seen["reduce"]) == ("bfloat16", "bfloat16", "float32")
+    assert torch.equal(ranks[0]["values"], ranks[1]["values"])
+    assert torch.equal(ranks[0]["grads"][1], ranks[1]["grads"][1])
+    assert record.series["loss_train"].values[1] < record.series["loss_train"].values[0]
