@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EPILOG = "exit codes: 0 well, 1 failed, 2 bad input, 3 stopped on non-finite values"
 CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
-COMMANDS = ("train", "check", "claim", "sync", "ui")
+COMMANDS = ("train", "check", "show", "diff", "claim", "sync", "ui")
 CLAIM_COMMANDS = ("list", "run", "report")
 DEFAULT_RUNS, DEFAULT_URI = "runs", "sqlite:///mlflow.db"
 SYNC_S = 60.0  # what the last replay may take after training
@@ -72,12 +72,24 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train one model", epilog=EPILOG, allow_abbrev=False)
     train.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)
-    train.add_argument("--fresh", action="store_true", help="train even if this very run was finished before")
+    train.add_argument("--fresh", action="store_true", help="train from the beginning, whatever there is of this run")
     train.set_defaults(call=_train)
 
     check = commands.add_parser("check", help="check a configuration and say what it makes", allow_abbrev=False)
     check.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)
     check.set_defaults(call=_check)
+
+    names = "a run: its folder, its name, the beginning or a part of that, or latest"
+    show = commands.add_parser("show", help="say what a run is and how it went", allow_abbrev=False)
+    show.add_argument("run", metavar="RUN", help=names)
+    show.set_defaults(call=_show)
+    diff = commands.add_parser("diff", help="say what sets two runs apart", allow_abbrev=False)
+    diff.add_argument("run", metavar="RUN", help=names)
+    diff.add_argument("other", metavar="RUN", help="another")
+    diff.set_defaults(call=_diff)
+    for command in (show, diff):
+        _runs(command)
+        command.add_argument("--json", action="store_true", help="the same for programs, with all values")
 
     claim = commands.add_parser("claim", help="list, run and report claims", epilog=EPILOG, allow_abbrev=False)
     claims = claim.add_subparsers(required=True, metavar="|".join(CLAIM_COMMANDS))
@@ -106,10 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _store(parser: argparse.ArgumentParser) -> None:
+def _runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", type=Path, default=Path(DEFAULT_RUNS), help=f"folder of runs (default {DEFAULT_RUNS})"
     )
+
+
+def _store(parser: argparse.ArgumentParser) -> None:
+    _runs(parser)
     parser.add_argument("--uri", default=DEFAULT_URI, help=f"MLflow store or server (default {DEFAULT_URI})")
 
 
@@ -152,7 +168,9 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_until_stopped(options: argparse.Namespace) -> int:
-    loaded = _loaded(options.words, "normscale train")
+    from normscale.config.agreement import settled
+
+    loaded = settled(_loaded(options.words, "normscale train"), os.environ)
     _check_folder(Path(loaded.config.tracking.runs), "tracking.runs", made=True)
     from normscale.models.plan import resolve
     from normscale.progress import Progress
@@ -176,7 +194,13 @@ def _train_until_stopped(options: argparse.Namespace) -> int:
 
         try:
             with loaded.sources.placed():
-                result = run(loaded.config, fresh=options.fresh, on_start=start_sink, on_step=progress)
+                result = run(
+                    loaded.config,
+                    fresh=options.fresh,
+                    on_start=start_sink,
+                    on_resume=lambda step, path: print(f"went on from step {step} ({path})", flush=True),
+                    on_step=progress,
+                )
         finally:
             progress.end()
     _say_result(result, tracking.uri)
@@ -235,12 +259,48 @@ def _check(options: argparse.Namespace) -> int:
         plan = resolve(loaded.config.model)
     import torch
 
+    from normscale.claims.cost import VOCAB
+    from normscale.tracking.show import amount
+    from normscale.train.flops import flops_per_step, lengths_of
+
+    both = loaded.config.topology == "encoder-decoder"
     with torch.device("meta"):  # shapes without memory
-        model = build(loaded.config.model, vocab=256, seed=loaded.config.seed)
+        model = build(loaded.config.model, vocab=VOCAB, seed=loaded.config.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(dump(loaded.config).rstrip())
     print(f"# depth       N={plan.depth.N} M={plan.depth.M}, {len(list(plan.depth.sites()))} sublayers")
     print(f"# parameters  {parameters:,}")
+    model_config, batch = loaded.config.model, loaded.config.train.batch
+    lengths = lengths_of(model_config)
+    tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
+    print(f"# a step      {tokens}, {amount(flops_per_step(model_config, VOCAB, batch), 'FLOP')} forward and backward")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from normscale.tracking import draw, show
+    from normscale.tracking.find import find_run
+    from normscale.tracking.spool import is_written, read_run
+
+    folder = find_run(options.run, options.runs)
+    record, alive = read_run(folder), is_written(folder)
+    if options.json:
+        print(json.dumps(show.as_json(record, alive), allow_nan=False))
+    else:
+        print("\n".join(show.show(record, alive, draw.look_of(sys.stdout, os.environ))))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from normscale.tracking import diff, draw
+    from normscale.tracking.find import find_run
+    from normscale.tracking.spool import read_run
+
+    a, b = (read_run(find_run(word, options.runs)) for word in (options.run, options.other))
+    if options.json:
+        print(json.dumps(diff.as_json(a, b), allow_nan=False))
+    else:
+        print("\n".join(diff.diff(a, b, draw.look_of(sys.stdout, os.environ))))
     return 0
 
 
@@ -262,7 +322,7 @@ def _claim_run(options: argparse.Namespace) -> int:
         raise BadInput("claim run: no claim; name one of normscale claim list, or give --core")
     _check_folder(options.runs, "--runs", made=True)
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
-        print("\n".join(planned(ids, options.profile)))
+        print("\n".join(planned(ids, options.profile, options.runs, options.workers)))
         return 0
     try:
         return run_claims(ids, options.profile, runs=options.runs, uri=options.uri, workers=options.workers)

@@ -34,7 +34,7 @@ QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
         (["claim", "run"], "no claim"),
         (["claim", "run", "x", "--profile", "huge"], "--profile"),
         (["ui", "--port", "x"], "--port"),
-        ([], "train|check|claim|sync|ui"),
+        ([], "train|check|show|diff|claim|sync|ui"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
@@ -121,6 +121,22 @@ def test_a_signal_leaves_an_end_and_a_status(
     assert capsys.readouterr().err == f"normscale: stopped by {signal.Signals(number).name}\n"
 
 
+def test_a_run_that_goes_on_says_from_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words = ["train", QUICK, *SMALL, f"tracking.runs={tmp_path}", "train.steps=5", "checkpoint.every=2"]
+    with monkeypatch.context() as patch:
+        stop = lambda self, step, steps, loss: signal.raise_signal(signal.SIGTERM) if step == 3 else None  # noqa: E731
+        patch.setattr("normscale.progress.Progress.__call__", stop)
+        assert main(words) == 143
+    assert "went on" not in capsys.readouterr().out
+    (run_dir,) = tmp_path.iterdir()
+    assert main(words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"went on from step 2 ({run_dir / 'checkpoints' / 'step-00000002'})"
+    assert out[-2].startswith("finished")
+
+
 def test_records_that_are_gone_are_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -165,6 +181,9 @@ def test_check_says_depth_and_parameters(capsys: pytest.CaptureFixture[str]):
     model = build(load(Path(QUICK), ["model.M=3"]).model, 256, 0)
     assert "# depth       N=0 M=3, 6 sublayers" in out
     assert f"# parameters  {sum(p.numel() for p in model.parameters()):,}" in out
+    assert "# a step      512 tokens, 176 MFLOP forward and backward" in out
+    assert main(["check", QUICK, "model.M=3", "model.N=1", "model.context=32"]) == 0
+    assert "# a step      256 tokens beside 256 of the source, " in capsys.readouterr().out
 
 
 def test_words_may_follow_an_option(monkeypatch: pytest.MonkeyPatch):
@@ -215,5 +234,9 @@ def test_a_dry_run_of_a_claim_lists_its_runs_and_starts_none(
     assert main(["claim", "run", "update-bounded", "--profile", "smoke", "--runs", str(tmp_path / "runs"), *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("update-bounded: L0002 post-sgd s0: scheme=post M=2 sgd lr=3e-06")
-    assert lines[-1] == f"{len(lines) - 1} runs in profile smoke; nothing was started"
+    runs = [line for line in lines if line.startswith("update-bounded: ")]
+    assert lines[-1] == f"{len(runs)} runs in profile smoke; nothing was started"
+    assert lines[len(runs)].startswith(f"{len(runs)} runs to do, 0 done already; about 0:")
+    assert lines[len(runs)].endswith(" core-hours (by an empirical default, not measured here)")
+    assert lines[len(runs) + 1].split()[:4] == ["update-bounded", str(len(runs)), "of", str(len(runs))]
     assert not (tmp_path / "runs").exists()

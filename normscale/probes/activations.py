@@ -24,7 +24,7 @@ class Activations(Probe):
         self.rows = torch.zeros(shape, 3, device=subject.device)
         self.sums = torch.zeros(shape, 2, device=subject.device)
         self.maxima = torch.zeros(shape, device=subject.device)
-        self.targets = 0
+        self.sides = [site.partition(".")[0] for site in subject.sites]
 
     def forward_rows(self) -> Tensor | None:
         return self.rows
@@ -32,24 +32,26 @@ class Activations(Probe):
     def begin(self, step: int) -> None:
         self.sums.zero_()
         self.maxima.zero_()
-        self.targets = 0
+        self.positions = dict.fromkeys(("encoder", "decoder"), 0)
 
-    def after_micro_batch(self, tokens: int) -> None:
+    def after_micro_batch(self, positions: Mapping[str, int]) -> None:
         self.sums += self.rows[:, 0::2]
         torch.maximum(self.maxima, self.rows[:, 1], out=self.maxima)
-        self.targets += tokens
+        for side, count in positions.items():
+            self.positions[side] += count
 
     def hand_over(self) -> Mapping[str, Hand]:
         return {
             "sums": Hand(self.sums, "sum"),
-            "targets": Hand(torch.tensor([float(self.targets)], device=self.sums.device), "sum"),
+            "positions": Hand(torch.tensor([*map(float, self.positions.values())], device=self.sums.device), "sum"),
             "maxima": Hand(self.maxima, "max"),
         }
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         squares, nonfinite = values["sums"].reshape(self.sites, self.per_site, 2).transpose(2, 0, 1)
         absmax = values["maxima"].reshape(self.sites, self.per_site)
-        rms = np.sqrt(squares / (values["targets"][0] * self.width))
+        counts = dict(zip(self.positions, values["positions"], strict=True))
+        rms = np.sqrt(squares / (np.array([[counts[side]] for side in self.sides]) * self.width))
         branch, stream = rms[:, 0], rms[:, 1]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = float(np.median(branch / stream))

@@ -23,19 +23,27 @@ def depth_slope(profile: Array) -> float:
 
 
 class Gradients(Probe):
-    """L2 norm of the reduced gradient of each sublayer's parameters (branch and norm), before clipping."""
+    """L2 norm of the reduced gradient of each sublayer's parameters (branch and norm), before clipping.
+
+    And that of the output matrix of the last feed-forward sublayer alone, of which theory speaks.
+
+    Reference: Xiong et al. 2020, arXiv:2002.04745, Theorem 1 (the last).
+    """
 
     name = "gradients"
 
     def attach(self, subject: Subject) -> None:
-        self.measure = subject.gradient_squares
+        self.measure, self.measure_last_out = subject.gradient_squares, subject.last_out_square
         self.squares: Tensor | None = None
+        self.last_out: Tensor | None = None
 
     def after_backward(self) -> None:
         self.squares = self.measure()
+        self.last_out = self.measure_last_out() if self.measure_last_out else None
 
     def hand_over(self) -> Mapping[str, Hand]:
-        return {} if self.squares is None else {"squares": Hand(self.squares, "first")}
+        hands = {"squares": self.squares, "last_out": self.last_out}
+        return {name: Hand(values, "first") for name, values in hands.items() if values is not None}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         if "squares" not in values:
@@ -46,4 +54,6 @@ class Gradients(Probe):
             "grad_last": float(norms[-1]),
             "grad_p50": float(np.median(norms)),
         }
+        if "last_out" in values:
+            scalars["grad_last_out"] = float(np.sqrt(values["last_out"][0]))
         return Reading(scalars, {"grad_norm": norms})

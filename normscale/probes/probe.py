@@ -27,16 +27,25 @@ class Subject:
         streams: number of tensors the scheme's stream is made of.
         width: D, the width of the stream.
         device: where the model is.
-        features: tokens [B, T] -> output of the stack [B, T, D], without gradient, dropout or other side effects.
+        features: inputs of the model by name -> output of the stack [B, T, D], without gradient, dropout or other side
+            effects.
         gradient_squares: () -> sum of squares of the reduced gradient of each sublayer's parameters [sites].
+        last_out_square: () -> the same of the output matrix of the last feed-forward sublayer, a 0-d tensor.
+        streams_between: inputs -> for each side, the first stream before its first block and after every one.
+        loss: inputs, targets and a block to pass over (None: none) -> held-out loss per target, a 0-d tensor.
+
+    The last three may be None, where no probe asks for them.
     """
 
     sites: Sequence[str]
     streams: int
     width: int
     device: torch.device
-    features: Callable[[Tensor], Tensor]
+    features: Callable[[Mapping[str, Tensor]], Tensor]
     gradient_squares: Callable[[], Tensor]
+    last_out_square: Callable[[], Tensor] | None = None
+    streams_between: Callable[[Mapping[str, Tensor]], list[list[Tensor]]] | None = None
+    loss: Callable[[Mapping[str, Tensor], Tensor, int | None], Tensor] | None = None
 
 
 class Hand(NamedTuple):
@@ -77,8 +86,8 @@ class Probe:
     def begin(self, step: int) -> None:
         """Called before the first micro-batch of a measured step."""
 
-    def after_micro_batch(self, tokens: int) -> None:
-        """Called after the backward of each micro-batch of `tokens` targets."""
+    def after_micro_batch(self, positions: Mapping[str, int]) -> None:
+        """Called after the backward of each micro-batch; `positions` counts those of each side's stream."""
 
     def after_backward(self) -> None:
         """Called when the gradients are complete and reduced, before clipping."""

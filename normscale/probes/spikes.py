@@ -2,6 +2,8 @@
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 
 class SpikeScore:
@@ -31,6 +33,15 @@ class SpikeScore:
     def score(self) -> float:
         """The share of spikes among all values so far."""
         return self.spikes / self.count if self.count else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what has to survive a restart."""
+        return {"past": list(self.past), "spikes": self.spikes, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self.past = deque(state["past"], maxlen=self.past.maxlen)
+        self.spikes, self.count = state["spikes"], state["count"]
 
     def _far(self, value: float) -> bool:
         mean = math.fsum(self.past) / len(self.past)

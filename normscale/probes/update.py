@@ -9,27 +9,25 @@ from normscale.probes.probe import Array, Hand, Probe, Reading, Subject
 
 
 class ModelUpdate(Probe):
-    """The norm of F(x, theta_t) - F(x, theta_0), averaged over the tokens of a fixed batch x.
+    """The norm of F(x, theta_t) - F(x, theta_0), averaged over the tokens of a fixed batch.
 
-    F is the output of the stack, before the head; theta_0 are the parameters the run began with.
-
-    Shape: tokens [B, T] int64.
+    The batch x is the model's inputs by name; F is the output of the stack, before the head; theta_0 are the parameters
+    the run began with.
 
     Reference: Wang et al. 2022, arXiv:2203.00555, section 3.
     """
 
     name = "update"
 
-    def __init__(self, tokens: Tensor, steps: Sequence[int]) -> None:
-        self.tokens, self.steps = tokens, frozenset(steps)
+    def __init__(self, inputs: Mapping[str, Tensor], steps: Sequence[int]) -> None:
+        self.inputs, self.steps = inputs, frozenset(steps)
         self.origin: Tensor | None = None
         self.norm: Tensor | None = None
 
     def attach(self, subject: Subject) -> None:
         self.features = subject.features
-        self.tokens = self.tokens.to(subject.device)
-        if self.origin is None:
-            self.origin = self.features(self.tokens)
+        self.inputs = {name: value.to(subject.device) for name, value in self.inputs.items()}
+        self.origin = self.features(self.inputs) if self.origin is None else self.origin.to(subject.device)
 
     def due(self, step: int) -> bool:
         return step in self.steps
@@ -39,7 +37,7 @@ class ModelUpdate(Probe):
 
     def after_step(self, step: int) -> None:
         if self.due(step) and self.origin is not None:
-            moved = (self.features(self.tokens) - self.origin).double()
+            moved = (self.features(self.inputs) - self.origin).double()
             self.norm = torch.linalg.vector_norm(moved, dim=-1).mean()
 
     def hand_over(self) -> Mapping[str, Hand]:
@@ -52,4 +50,7 @@ class ModelUpdate(Probe):
         return {} if self.origin is None else {"origin": self.origin}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.origin = state.get("origin")
+        origin = state.get("origin")
+        if origin is not None and self.origin is not None:  # attached already: where the model is
+            origin = origin.to(self.origin.device)
+        self.origin = origin

@@ -180,7 +180,7 @@ def event_page(record: RunRecord, event: Mapping[str, Any]) -> str:
 def _table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mapping[str, str]) -> list[str]:
     """Returns arms by depths: the mean over seeds of the gap, bold where a run did not train.
 
-    For a claim about signals, whose runs are too short to train, of the update over the learning rate.
+    Of runs that are too short to train, as all of a claim about signals are, what is measured instead.
     """
     signals = manifest.family == "signals"
     cells = [cell for cell in manifest.cells if cell.role in ("main", "control")]
@@ -189,16 +189,17 @@ def _table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mappi
     if not cells:
         return []
     lines = [
-        f"| {'log10 update / lr' if signals else 'gap, nats'} | "
-        + " | ".join(f"L{depth:04d}" for depth in depths)
-        + " |",
+        f"| {_what(signals, records, outcomes)} | " + " | ".join(f"L{depth:04d}" for depth in depths) + " |",
         "|---" * (len(depths) + 1) + "|",
     ]
     for arm in arms:
         row = [arm]
         for depth in depths:
             runs = list(dict.fromkeys(c.run for c in cells if c.arm == arm and c.depth == depth and c.run in records))
-            values = [update_at_end(records[run]) if signals else records[run].summary.get("gap") for run in runs]
+            values = [
+                _signal(records[run]) if signals or outcomes[run] == "measured" else records[run].summary.get("gap")
+                for run in runs
+            ]
             good = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
             words = [outcomes[run] for run in runs]
             text = number(sum(good) / len(good), 3) if good else "-" if not runs or "running" in words else "none"
@@ -209,6 +210,20 @@ def _table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mappi
             row.append(text + (f" ({', '.join(stopped)})" if stopped else ""))
         lines.append("| " + " | ".join(row) + " |")
     return lines
+
+
+def _what(signals: bool, records: Mapping[str, RunRecord], outcomes: Mapping[str, str]) -> str:
+    """Returns the name of the numbers in the table of arms by depths."""
+    told = "log10 update / lr" if any("update" in record.series for record in records.values()) else "log10 gradient"
+    if signals:
+        return told if records else "log10 update / lr"
+    return f"gap, nats ({told} of runs that are measured)" if "measured" in outcomes.values() else "gap, nats"
+
+
+def _signal(record: RunRecord) -> float | None:
+    """Returns the logarithm of what a run that is too short to train measures: its update, or a gradient."""
+    update, gradient = update_at_end(record), record.last_finite("grad_last_out")
+    return update if update is not None else math.log10(gradient) if gradient else None
 
 
 def _measured(item: Mapping[str, Any]) -> str:

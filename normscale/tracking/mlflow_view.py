@@ -19,8 +19,8 @@ def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
     """Returns the state of a claim's view; `by_cell` groups seeds of one arm and depth to a line with a band."""
     same = {"isGenerated": False, "deleted": False}
     sections = ["1 Verdict", "2 Loss", "3 Gradients over depth", "4 Residual stream", "5 Health"]
-    # A claim about signals takes steps too few and too small to learn by: its chart is the update, not the loss.
-    verdict = ["0-end/update"] if manifest.family == "signals" else ["0-end/gap", "0-end/gslope"]
+    # A claim about signals takes steps too few and too small to learn by: its chart is what it measures, not the loss.
+    verdict = ["0-end/update", "3-grad/lastout"] if manifest.family == "signals" else ["0-end/gap", "0-end/gslope"]
     charts = [
         *(_scatter("layers", metric, 0) for metric in verdict),
         _line("1-loss/val", 1, "linear"),

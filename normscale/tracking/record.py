@@ -53,12 +53,15 @@ quantity("bad_step", "steps", "first", "0-end/badstep", "first step with a non-f
 quantity("bad_layer", "sublayers", "first", "0-end/badlayer", "sublayer of the first non-finite gradient, -1 none")
 
 quantity("update_end", "log10", "first", "0-end/update", "log10 of model update over learning rate, last measured step")
+quantity("mfu", "1", "first", "0-end/mfu", "share of the device's peak that the model's FLOPs take in training steps")
+quantity("peak_memory_bytes", "bytes", "max", "0-end/mem", "peak memory: allocated on a GPU, else resident on the host")
 
 quantity("loss_train", "nats", "sum", "1-loss/train", "cross-entropy of the step's batch, per target")
 quantity("loss_val", "nats", "sum", "1-loss/val", "cross-entropy on the held-out split, per target")
 quantity("loss_gap", "nats", "sum", "1-loss/gap", "unigram entropy minus held-out loss")
 
-quantity("nonfinite", "0/1", "max", "2-health/nonfinite", "1 where the loss or a gradient of the step was not finite")
+quantity("nonfinite", "0/1", "max", "2-health/nonfinite", "1: a loss or gradient not finite, and not by the loss scale")
+quantity("loss_scale", "1", "first", "2-health/loss_scale", "factor on the loss of the step (fp16 and fp8)")
 quantity("skipped", "steps", "first", "2-health/skipped", "steps attempted but not applied, so far")
 quantity(
     "spike",
@@ -72,6 +75,9 @@ quantity("grad_norm", "1", "sum", "3-grad/norm", "global L2 norm of the gradient
 quantity("grad_norm_clipped", "1", "sum", "3-grad/clipped", "global L2 norm of the gradient after clipping")
 quantity("grad_first", "1", "sum", "3-grad/first", "gradient norm of the first sublayer")
 quantity("grad_last", "1", "sum", "3-grad/last", "gradient norm of the last sublayer")
+quantity(
+    "grad_last_out", "1", "sum", "3-grad/lastout", "gradient norm of the last feed-forward sublayer's output matrix"
+)
 quantity("grad_p50", "1", "sum", "3-grad/p50", "median over sublayers of the gradient norm")
 
 quantity("stream_first", "1", "sum", "4-resid/first", "RMS of the residual stream after the first sublayer")
@@ -98,4 +104,6 @@ PROFILES: dict[str, str] = {
     "stream_nonfinite": "number of non-finite entries of the stream after each site",
     "branch_nonfinite": "number of non-finite entries of each site's branch output",
     "grad_norm": "L2 norm of the gradient of each sublayer's parameters (branch and norm), before clipping",
+    "angle": "angle between what each block reads and leaves in the stream, over pi (rows are blocks, not sites)",
+    "removal": "rise of the held-out loss without each block, NaN for one not tried (rows are blocks)",
 }

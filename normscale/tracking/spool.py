@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -25,6 +26,7 @@ from normscale.tracking.files import read_regular, try_lock
 from normscale.tracking.record import PROFILES, QUANTITIES, Outcome
 
 SPOOL = "spool.jsonl"
+REPEATABLE = frozenset(("loss_train", "loss_val", "grad_norm"))  # a step that is made again gives them again
 _NON_FINITE = {"NaN": math.nan, "+Inf": math.inf, "-Inf": -math.inf}
 
 
@@ -102,6 +104,12 @@ class SpoolWriter:
         free = {key + "_" if key in ("kind", "t", "attempt") else key: value for key, value in fields.items()}
         self._write({"kind": "event", "step": int(step), "event": event, **free})
 
+    def sync(self) -> None:
+        """Waits until the records would outlive a loss of power, so that what is kept beside them cannot be ahead."""
+        if self._file is not None:
+            with suppress(OSError):  # a disk that cannot is said when a record is lost
+                os.fsync(self._file)
+
     def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, float | int | str]) -> None:
         """Writes the end record and notes in `gone` if it is not where a reader would find it."""
         try:
@@ -139,7 +147,7 @@ class SpoolWriter:
         if self._file is None:
             raise ValueError(f"{self.path} is closed")
         stamped = {"kind": record["kind"], "t": time.time_ns() // 1_000_000, "attempt": self.attempt, **record}
-        text = json.dumps(_plain(stamped), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+        text = json.dumps(strict(stamped), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
         line = (b"\n" if self._torn else b"") + text.encode("utf-8") + b"\n"
         written = 0
         try:
@@ -228,7 +236,7 @@ def read_run(run_dir: Path) -> RunRecord:
     for record in kept:
         if record["kind"] == "end" and record["attempt"] == newest:
             end = record | {"summary": {key: _float(value) for key, value in record.get("summary", {}).items()}}
-    events = [record for record in kept if record["kind"] == "event"]
+    events = _events(kept)
     run_id = str(start.get("run_id") or run_dir.name)
     series, profiles = _series(kept), _profiles(kept)
     return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn)
@@ -363,7 +371,9 @@ def _number(value: Any) -> bool:
 
 def _is_numeric(key: str) -> bool:
     """Returns whether a field of a summary is a number by its name."""
-    return key in QUANTITIES or key in ("unigram_nats", "steps", "seconds", "graphs") or key.startswith("update@")
+    counts = ("unigram_nats", "steps", "seconds", "train_seconds", "graphs")
+    speed = ("flops_per_step", "tflops_s", "peak_flops")
+    return key in QUANTITIES or key in counts or key in speed or key.startswith("update@")
 
 
 def _series(records: Sequence[dict[str, Any]]) -> dict[str, Series]:
@@ -382,6 +392,38 @@ def _series(records: Sequence[dict[str, Any]]) -> dict[str, Series]:
         applied, t, values = ([row[1][column] for row in rows] for column in (1, 2, 3))
         series[key] = Series([row[0] for row in rows], applied, t, values)  # type: ignore[arg-type]
     return series
+
+
+def _events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the events, each once: what is told of a step that was made again is what its newest attempt told.
+
+    Where a step that was made again gave other numbers, that is an event, too.
+    """
+    events = [record for record in records if record["kind"] == "event"]
+    newest: dict[tuple[str, int], int] = {}
+    for event in events:
+        key = (event["event"], event["step"])
+        newest[key] = max(newest.get(key, 0), event["attempt"])
+    events = [event for event in events if event["attempt"] == newest[event["event"], event["step"]]]
+    return events + _differing(records)
+
+
+def _differing(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns an event for every attempt that did not give the numbers that were there already."""
+    first: dict[tuple[str, int], Any] = {}
+    events: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record["kind"] != "metrics":
+            continue
+        for key in sorted(REPEATABLE & record["values"].keys()):
+            value = record["values"][key]
+            before = first.setdefault((key, record["step"]), value)
+            if before == value:
+                continue
+            event = {"kind": "event", "t": record["t"], "attempt": record["attempt"], "step": record["step"]}
+            event |= {"event": "rerun_differs", "key": key, "before": _float(before), "now": _float(value), "values": 0}
+            events.setdefault(record["attempt"], event)["values"] += 1
+    return list(events.values())
 
 
 def _profiles(records: Sequence[dict[str, Any]]) -> dict[str, Profile]:
@@ -407,7 +449,7 @@ def _float(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _plain(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """Returns `value` as strict JSON can hold it."""
     if isinstance(value, str | bool | int | None):
         return value
@@ -416,13 +458,13 @@ def _plain(value: Any) -> Any:
             return float(value)
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return strict(value.tolist())
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
-        return [_plain(item) for item in value]
+        return [strict(item) for item in value]
     if hasattr(value, "item"):  # a scalar of numpy or torch
-        return _plain(value.item())
+        return strict(value.item())
     return str(value)
 
 

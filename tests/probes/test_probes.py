@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig, RunConfig
+from normscale.data.task import MicroBatch
 from normscale.models.builder import build
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients, depth_slope
@@ -40,10 +41,10 @@ class Notes:
         self.events.append({"step": step, "event": event, **fields})
 
 
-def windows(steps: int, micro: int = 1, size: int = 4) -> list[list[tuple[Tensor, Tensor]]]:
+def windows(steps: int, micro: int = 1, size: int = 4) -> list[list[MicroBatch]]:
     generator = torch.Generator().manual_seed(0)
     draws = [[torch.randint(0, 32, (size, 9), generator=generator) for _ in range(micro)] for _ in range(steps)]
-    return [[(x[:, :-1], x[:, 1:]) for x in window] for window in draws]
+    return [[MicroBatch(x[:, :-1], x[:, 1:]) for x in window] for window in draws]
 
 
 def trained(
@@ -76,8 +77,8 @@ def test_rows_are_those_of_the_branches_and_the_streams(scheme: str) -> None:
     for i, sublayer in enumerate(model.sublayers()):
         sublayer.branch.register_forward_hook(lambda m, a, out, i=i: branches[i].append(out))
         sublayer.register_forward_hook(lambda m, a, out, i=i: streams[i].append(out[0]))
-    for tokens, _ in windows(1, 2)[0]:
-        model(tokens)
+    for batch in windows(1, 2)[0]:
+        model(batch.tokens_BT)
     for name, seen in (("branch", branches), ("stream", streams)):
         both = [torch.cat(tensors) for tensors in seen]  # both micro-batches
         np.testing.assert_allclose(
@@ -91,7 +92,7 @@ def test_rows_are_those_of_the_branches_and_the_streams(scheme: str) -> None:
 def stub(streams: int, squares: Tensor) -> Subject:
     """Four sites of width 4, whose gradients have these sums of squares."""
     return Subject(
-        list("abcd"),
+        [f"decoder.{c}" for c in "abcd"],
         streams,
         4,
         torch.device("cpu"),
@@ -118,7 +119,7 @@ def test_each_step_is_folded_over_its_micro_batches_and_over_nothing_else(stream
             sites.copy_(size * torch.rand(sites.shape, generator=generator))
             sites[..., 2].random_(0, 9, generator=generator)  # counts of non-finite entries
             filled.append(sites.clone().double())
-            probe.after_micro_batch(tokens)
+            probe.after_micro_batch({"decoder": tokens})
         rms = ((filled[0] + filled[1])[..., 0] / (8 * 4)).sqrt().numpy()
         absmax, nonfinite = torch.maximum(*filled)[..., 1].numpy(), (filled[0] + filled[1])[..., 2].numpy()
         got = reading(probe)
@@ -140,7 +141,7 @@ def test_every_scalar_is_its_entry_of_a_profile() -> None:
     branch = [[256.0, 8.0], [16.0, 2.0], [64.0, 30.0], [64.0, 5.0]]  # RMS 8, 2, 4, 4
     stream = [[64.0, 7.0], [400.0, 20.0], [4.0, 3.0], [16.0, 6.0]]  # RMS 4, 10, 1, 2
     rows.view(4, 2, 3)[..., :2] = torch.tensor([branch, stream]).transpose(0, 1)
-    activations.after_micro_batch(1)
+    activations.after_micro_batch({"decoder": 1})
     gradients.after_backward()
     assert reading(activations).scalars == {
         "stream_first": 4.0,
@@ -155,7 +156,7 @@ def test_gradient_rows_are_those_of_plain_autograd() -> None:
     _, notes = trained([Gradients()], steps=1, micro=2)
     model = build(ModelConfig(**MODEL), 32, 0)
     batch = windows(1, 2)[0]
-    loss = sum(summed_loss(model(x), y) for x, y in batch) / sum(y.numel() for _, y in batch)
+    loss = sum(summed_loss(model(x.tokens_BT), x.targets_BT) for x in batch) / sum(x.n_targets for x in batch)
     loss.backward()
     wanted = [
         float(torch.cat([p.grad.flatten() for p in sublayer.parameters()]).norm()) for sublayer in model.sublayers()
@@ -167,7 +168,7 @@ def test_gradient_rows_are_those_of_plain_autograd() -> None:
 
 def test_the_update_is_measured_from_the_first_weights() -> None:
     tokens = torch.randint(0, 32, (2, 8))
-    _, notes = trained([ModelUpdate(tokens, (2, 3))], steps=4)
+    _, notes = trained([ModelUpdate({"tokens_BT": tokens}, (2, 3))], steps=4)
     replay, _ = trained([], steps=3, model={})
     assert "update" not in notes.values[1]
     assert notes.values[3]["update"] > notes.values[2]["update"] > 0
@@ -179,8 +180,8 @@ def test_the_update_is_measured_from_the_first_weights() -> None:
 
 def test_the_update_survives_a_restart() -> None:
     tokens = torch.randint(0, 32, (2, 8))
-    whole, _ = trained([probe := ModelUpdate(tokens, (4,))], steps=2)
-    again = ModelUpdate(tokens, (4,))
+    whole, _ = trained([probe := ModelUpdate({"tokens_BT": tokens}, (4,))], steps=2)
+    again = ModelUpdate({"tokens_BT": tokens}, (4,))
     again.load_state_dict(probe.state_dict())
     again.attach(subject_of(whole.engine))  # the weights have moved; the origin must not
     assert again.origin is not None
@@ -201,7 +202,7 @@ def test_the_update_survives_a_restart() -> None:
 def test_probes_change_no_bit(setting: dict[str, object]) -> None:
     tokens = torch.randint(0, 32, (2, 8))
     plain, _ = trained([], **setting)  # type: ignore[arg-type]
-    probed, _ = trained([Activations(), Gradients(), ModelUpdate(tokens, (1, 2))], **setting)  # type: ignore[arg-type]
+    probed, _ = trained([Activations(), Gradients(), ModelUpdate({"tokens_BT": tokens}, (1, 2))], **setting)  # type: ignore[arg-type]
     assert torch.equal(plain.engine.flat.values, probed.engine.flat.values)
     assert list(plain.spikes.past) == list(probed.spikes.past)
 

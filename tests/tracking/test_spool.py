@@ -155,6 +155,36 @@ def test_the_newest_attempt_that_has_a_step_wins(tmp_path):
     assert record.start["attempt"] == 2
 
 
+def test_what_is_told_of_a_step_that_was_made_again_is_told_once(tmp_path):
+    attempt(tmp_path, 1, 0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, "interrupted")
+    attempt(tmp_path, 2, 2, {3: 3.0})
+    events = read_run(tmp_path).events
+    assert [(event["event"], event["step"], event["attempt"]) for event in events] == [
+        ("seen", 1, 1),
+        ("seen", 2, 1),
+        ("seen", 4, 1),
+        ("seen", 3, 2),
+    ]
+
+
+def test_other_numbers_in_a_step_that_was_made_again_are_an_event(tmp_path):
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.start()
+        for step in range(1, 6):
+            spool.metrics(step, step, {"loss_train": float(step), "grad_norm": math.nan, "tokens_s": 100.0})
+    with SpoolWriter(tmp_path, 2) as spool:
+        spool.start(from_step=2)
+        spool.metrics(3, 3, {"loss_train": 3.0, "grad_norm": math.nan, "tokens_s": 7.0})
+        spool.metrics(4, 4, {"loss_train": 4.5, "grad_norm": 1.0, "tokens_s": 7.0})
+        spool.metrics(5, 5, {"loss_train": 5.5, "grad_norm": math.nan, "tokens_s": 7.0})
+        spool.metrics(6, 6, {"loss_train": 6.0})
+    (event,) = read_run(tmp_path).events
+    assert (event["event"], event["step"], event["attempt"], event["values"]) == ("rerun_differs", 4, 2, 3)
+    assert event["key"] == "grad_norm"
+    assert math.isnan(event["before"])
+    assert event["now"] == 1.0
+
+
 def test_a_restart_from_the_beginning_drops_older_attempts_whole(tmp_path):
     attempt(tmp_path, 1, 0, {1: 1.0, 2: 2.0, 3: 3.0}, "finished")
     attempt(tmp_path, 2, 0, {1: 10.0})
@@ -340,3 +370,14 @@ def test_a_thousand_layers_are_read_quickly(tmp_path):
     assert record.profiles["grad_norm"].data.shape == (30, 2000)
     assert len(record.profiles) == 7
     assert took < 0.5
+
+
+def test_the_records_can_be_waited_for(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.start()
+        spool.sync()
+        assert synced == [str(tmp_path / SPOOL)]
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        spool.sync()

@@ -1,0 +1,88 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from normscale.errors import BadInput
+from normscale.tracking.find import find_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Returns a folder of runs; the later a name stands here, the newer its records are."""
+    names = ("post-L0012-s0-aa", "post-L0012-s1-bb", "deepnorm-L0100-s0-cc", "deepnorm-L0100-s0-cc2")
+    for age, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spool.jsonl").write_text("")
+        os.utime(tmp_path / name / "spool.jsonl", (1000 + age, 1000 + age))
+    (tmp_path / "claims").mkdir()  # no run
+    (tmp_path / "sink.log").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("post-L0012-s1-bb", "post-L0012-s1-bb"),
+        ("post-L0012-s1", "post-L0012-s1-bb"),
+        ("s1", "post-L0012-s1-bb"),
+        ("bb", "post-L0012-s1-bb"),
+        ("deepnorm-L0100-s0-cc", "deepnorm-L0100-s0-cc"),  # a whole name wins over the beginning of another
+        ("latest", "deepnorm-L0100-s0-cc2"),
+    ],
+)
+def test_a_run_is_found_by_what_is_enough_of_its_name(word: str, name: str, runs: Path) -> None:
+    assert find_run(word, runs) == runs / name
+
+
+def test_a_run_is_found_by_its_path(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = runs / "post-L0012-s0-aa"
+    for word in (f"{folder}", f"{folder}/", f"{folder}/spool.jsonl"):
+        assert find_run(word, Path("nowhere")) == folder
+    monkeypatch.chdir(runs)
+    assert find_run("post-L0012-s0-aa/", Path("nowhere")).resolve() == folder
+    assert find_run("post-L0012-s0-aa", Path("nowhere")).resolve() == folder
+    monkeypatch.chdir(folder)
+    assert find_run(".", Path("nowhere")).resolve() == folder
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("pots-L0012-s0", "nearest: post-L0012-s0-aa"),
+        ("zzz", r"no run in .* is called so \(4 runs"),
+        ("claims", "is called so"),
+        ("sub/folder", "is not the folder of a run"),
+        ("/", "is not the folder of a run"),
+        ("\x1b[31m\n", r"^\\x1b\[31m\\n: no run"),
+        ("x" * 5000, "is called so"),
+        ("x/" * 5000, "is not the folder of a run"),
+        ("\0/", "is not the folder of a run"),
+        ("", "4 runs in .* are called so"),
+    ],
+)
+def test_an_unknown_run_is_one_line_that_helps(word: str, says: str, runs: Path) -> None:
+    with pytest.raises(BadInput, match=says):
+        find_run(word, runs)
+
+
+def test_candidates_are_named_newest_first_and_at_most_ten(runs: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        find_run("deepnorm-L0100", runs)
+    first, *named = str(caught.value).splitlines()
+    assert "deepnorm-L0100: 2 runs" in first
+    assert [line.split()[0] for line in named] == ["deepnorm-L0100-s0-cc2", "deepnorm-L0100-s0-cc"]
+    for seed in range(20):
+        (runs / f"pre-s{seed}").mkdir()
+        (runs / f"pre-s{seed}" / "spool.jsonl").write_text("")
+    with pytest.raises(BadInput) as caught:
+        find_run("pre", runs)
+    assert len(str(caught.value).splitlines()) == 12
+    assert str(caught.value).endswith("and 10 more")
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text("")])
+def test_where_there_are_no_runs_it_says_so(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    make(tmp_path / "runs")
+    with pytest.raises(BadInput, match=r"latest: there are no runs in .*--runs"):
+        find_run("latest", tmp_path / "runs")
