@@ -8,24 +8,9 @@ the protocol since every published DeepNorm run had one. The number of steps was
 that DeepNorm is well below the unigram entropy by then.
 """
 
-from normscale.claims.claim import Claim, Dies, Profile, Trains
-
-BASE = {
-    "model.N": 0,
-    "model.d": 64,
-    "model.heads": 4,
-    "model.context": 64,
-    "model.positions": "learned",  # absolute, as in the paper
-    "data.source": "embedded",
-    "train.steps": 120,
-    "train.batch": 8,
-    "train.eval_every": 40,
-    "train.eval_batches": 8,
-    "train.optim.name": "adamw",
-    "train.optim.lr": 1e-3,
-    "train.optim.betas": (0.9, 0.98),
-    "train.schedule.warmup_steps": 30,
-}
+from normscale.claims.claim import Claim, Profile
+from normscale.claims.expect import Dies, Trains
+from normscale.claims.protocol import DEPTH, DESCRIBED, GAP, SMOKE, STEPS
 
 CLAIM = Claim(
     id="depth-postnorm-dies",
@@ -35,7 +20,7 @@ CLAIM = Claim(
     ),
     source="Wang et al. 2022 (DeepNet), arXiv:2203.00555, Table 1 and Figure 6",
     family="depth",
-    base=BASE,
+    base=DEPTH,
     arms={
         "post": {"model.scheme": "post"},
         "post-nowarmup": {"model.scheme": "post", "train.schedule.warmup_steps": 0},
@@ -57,12 +42,7 @@ CLAIM = Claim(
     profiles={
         "smoke": Profile(
             main={"post": {2: 1}, "post-nowarmup": {2: 1}, "deepnorm": {4: 1}, "pre": {4: 1}},
-            set={
-                "train.steps": 6,
-                "train.eval_every": 2,
-                "train.eval_batches": 1,
-                "train.schedule.warmup_steps": 2,
-            },
+            set=SMOKE,
         ),
         "cpu": Profile(
             main={
@@ -89,13 +69,7 @@ CLAIM = Claim(
         ),
     },
     figure="gap",
-    how=(
-        "A small decoder-only Transformer (width 64, 4 heads, 64 tokens of context, batch 8) reads the source of "
-        "Python's standard library byte by byte for 120 Adam steps at learning rate 1e-3 (betas 0.9 and 0.98, warm-up "
-        "over 30 steps, no clipping, fp32). Only the normalisation scheme and the number of blocks change. The gap is "
-        "the unigram entropy of the held-out text minus the held-out loss: 0 means that the model knows how often each "
-        "byte occurs and nothing else."
-    ),
+    how=f"{DESCRIBED} Only the normalisation scheme and the number of blocks change. {GAP}",
     paper={
         "post L2 gap": "trains at 6L-6L (30 sublayers): 28.1 BLEU (Table 1)",
         "post L24 gap": "about 4 BLEU at 10L-10L, 50 sublayers (Figure 6)",
@@ -107,7 +81,8 @@ CLAIM = Claim(
     },
     differs=(
         "language modelling on bytes with a decoder-only model; the paper translates with encoder and decoder",
-        "120 steps of 512 tokens; the paper trains for 100 000 steps of 128 x 4096 tokens (8 000 of 4 000 in Figure 6)",
+        f"{STEPS} steps of 512 tokens; the paper trains for 100 000 steps of 128 x 4096 tokens (8 000 of 4 000 in "
+        "Figure 6)",
         "width 64 instead of 512, fp32 instead of fp16, no dropout, no label smoothing",
         "runs at a 3x lower learning rate, and one over 5x the steps, stand for a search of the learning rate",
     ),

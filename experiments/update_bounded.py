@@ -12,36 +12,21 @@ constant of DeepNorm shrinks, move the output by an amount that grows with the n
 `weights-*` train a model without gains and biases beside the one that people train. The bar was not moved.
 """
 
-from normscale.claims.claim import Claim, Profile, Slope
+from normscale.claims.claim import Claim, Profile
+from normscale.claims.expect import Slope
+from normscale.claims.protocol import SLOPE_BAR, UPDATE, UPDATE_STEP, WEIGHTS
 
-STEP = 10
-BAR = 0.25
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 2, 96: 2}
 DEPTHS_GPU = {6: 3, 12: 3, 24: 3, 48: 3, 96: 3, 192: 3}
 ARMS = ("post-sgd", "post-adam", "deepnorm-sgd", "deepnorm-adam", "weights-sgd", "weights-adam")
 SGD, ADAM = {"train.optim.name": "sgd"}, {"train.optim.name": "adamw"}
-WEIGHTS = {"model.bias": False, "model.norm_options": {"gain": False, "bias": False}}
 
 CLAIM = Claim(
     id="update-bounded",
     says="The model update of DeepNorm does not grow with depth, under SGD and under Adam; Post-Norm's does.",
     source="Wang et al. 2022 (DeepNet), arXiv:2203.00555, Theorem 4.2 and Figure 5",
     family="signals",
-    base={
-        "model.N": 0,
-        "model.d": 64,
-        "model.heads": 4,
-        "model.context": 64,
-        "model.positions": "learned",  # absolute, as in the paper
-        "data.source": "embedded",
-        "train.steps": STEP,
-        "train.batch": 8,
-        "train.eval_batches": 1,
-        "train.optim.betas": (0.9, 0.98),
-        "probes.every": STEP,
-        "probes.profiles": False,
-        "probes.update.steps": (1, STEP),
-    },
+    base=UPDATE,
     arms={
         "post-sgd": {"model.scheme": "post", **SGD, "train.optim.lr": 3e-6},
         "post-adam": {"model.scheme": "post", **ADAM, "train.optim.lr": 1e-7},
@@ -60,19 +45,19 @@ CLAIM = Claim(
     },
     control=(),
     expect=(
-        Slope("post-sgd", "update", step=STEP, side="above", bar=BAR),
-        Slope("post-adam", "update", step=STEP, side="above", bar=BAR),
-        Slope("deepnorm-sgd", "update", step=STEP, side="not above", bar=BAR),
-        Slope("deepnorm-adam", "update", step=STEP, side="not above", bar=BAR),
-        Slope("weights-sgd", "update", step=STEP, side="not above", bar=BAR),
-        Slope("weights-adam", "update", step=STEP, side="not above", bar=BAR),
+        Slope("post-sgd", "update", step=UPDATE_STEP, side="above", bar=SLOPE_BAR),
+        Slope("post-adam", "update", step=UPDATE_STEP, side="above", bar=SLOPE_BAR),
+        Slope("deepnorm-sgd", "update", step=UPDATE_STEP, side="not above", bar=SLOPE_BAR),
+        Slope("deepnorm-adam", "update", step=UPDATE_STEP, side="not above", bar=SLOPE_BAR),
+        Slope("weights-sgd", "update", step=UPDATE_STEP, side="not above", bar=SLOPE_BAR),
+        Slope("weights-adam", "update", step=UPDATE_STEP, side="not above", bar=SLOPE_BAR),
     ),
     profiles={
         "smoke": Profile(main={arm: {2: 1, 4: 1} for arm in ARMS}, set={"probes.update.sequences": 1}),
         "cpu": Profile(main=dict.fromkeys(ARMS, DEPTHS)),
         "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU)),
     },
-    figure="update",
+    figure="slopes",
     how=(
         "The same small Transformer at 6 to 96 blocks takes 10 steps with a tiny learning rate. The update is how far "
         "the last hidden state of a fixed batch has moved from where it was before training, as a norm per token. A "

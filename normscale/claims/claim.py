@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from normscale.claims.expect import Along, Dies, Expectation, Larger, Slope, SlopeWithin, Steeper, Thirds, Trains
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput
@@ -16,49 +17,15 @@ from normscale.errors import BadInput
 ProfileName = Literal["smoke", "cpu", "gpu"]
 Role = Literal["main", "control", "low-lr", "long"]
 Verdict = Literal["supported", "refuted", "inconclusive", "not run"]
+FigureName = Literal["gap", "slopes", "growth", "mixed"]
 Settings = Mapping[str, Any]
 Grid = Mapping[str, Mapping[int, int]]
 """{arm: {blocks: number of seeds}}; the seeds of a cell are 0, 1, 2, ..."""
 
+DECODER = ("model.M",)
 LOW_LR = 3  # a dying arm is tried again at a learning rate lower by this, over as many times the steps: as far a way
 LONG = 5  # ... and, for one cell of a claim, over this many times the steps
 SUFFIX: dict[Role, str] = {"main": "", "control": "", "low-lr": " lr/3", "long": " x5 steps"}
-
-
-@dataclass(frozen=True)
-class Trains:
-    """The arm trains at these depths, in every seed. `at_least` means every depth of the grid from there on."""
-
-    arm: str
-    at: tuple[int, ...] = ()
-    at_least: int | None = None
-
-
-@dataclass(frozen=True)
-class Dies:
-    """The arm is stuck or diverges at every depth from `at_least` on, in every seed, while an arm of `beside` trains.
-
-    A death counts only when it lasts at a 3x lower learning rate (over 3x the steps, else a slow run passes for a dead
-    one) and, where the profile has long cells for the arm, over 5x more steps.
-    """
-
-    arm: str
-    at_least: int
-    beside: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Slope:
-    """The log-log slope over depth of a recorded quantity at one step lies above, or not above, a bar."""
-
-    arm: str
-    quantity: str
-    step: int
-    side: Literal["above", "not above"]
-    bar: float
-
-
-Expectation = Trains | Dies | Slope
 
 
 @dataclass(frozen=True)
@@ -98,6 +65,7 @@ class Claim:
 
     `paper` puts a published result beside a measured one, by the measured value's name ("post L24 gap", "post-sgd
     slope at step 10"); names that nothing measured are shown too. `how` and `differs` are for a reader of the report.
+    `depth_keys` names the settings that an arm's depth goes to, where it is not the number of decoder blocks alone.
     """
 
     id: str
@@ -110,12 +78,41 @@ class Claim:
     profiles: Mapping[ProfileName, Profile]
     control: tuple[Trains, ...]
     expect: tuple[Expectation, ...]
-    figure: Literal["gap", "update"]
+    figure: FigureName
     how: str
     differs: tuple[str, ...]
     paper: Mapping[str, str] = field(default_factory=dict)
-    depth_key: str = "model.M"
+    depth_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     core: bool = True
+
+    @property
+    def quantities(self) -> list[str]:
+        """The recorded numbers that it judges over depth."""
+        judged = [e for e in self.expect if isinstance(e, Slope | SlopeWithin | Steeper | Larger)]
+        return list(dict.fromkeys(expectation.quantity for expectation in judged))
+
+    @property
+    def profiles_judged(self) -> list[str]:
+        """The arrays over layers that it judges."""
+        return list(dict.fromkeys(e.profile for e in self.expect if isinstance(e, Thirds | Along)))
+
+    def asks_training(self, arm: str) -> bool:
+        """Returns whether it asks if this arm trains; an arm of which only a number is judged may be too short for it.
+
+        An arm that no expectation names is shown beside the others, and goes with them.
+        """
+        trained, measured = set(), set()
+        for expectation in (*self.expect, *self.control):
+            match expectation:
+                case Trains():
+                    trained.add(expectation.arm)
+                case Dies():
+                    trained |= {expectation.arm, *expectation.beside}
+                case Steeper() | Larger():
+                    measured |= {expectation.arm, expectation.than}
+                case Slope() | SlopeWithin():
+                    measured.add(expectation.arm)
+        return arm in trained or (arm not in measured and (bool(trained) or not measured))
 
     def cells(self, profile: ProfileName) -> list[Cell]:
         """Returns the runs of a profile.
@@ -137,7 +134,8 @@ class Claim:
     def _cell(self, scale: Profile, role: Role, arm: str, depth: int, seed: int) -> Cell:
         if arm not in self.arms:
             raise BadInput(f"claim {self.id}: the grid names an arm {arm!r}; the arms are {', '.join(self.arms)}")
-        settings = {**self.base, **scale.set, **self.arms[arm], self.depth_key: depth, "seed": seed}
+        settings = {**self.base, **scale.set, **self.arms[arm], "seed": seed}
+        settings |= dict.fromkeys(self.depth_keys.get(arm, DECODER), depth)
         if role == "low-lr":
             settings["train.optim.lr"] /= LOW_LR
         if role in ("low-lr", "long"):

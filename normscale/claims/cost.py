@@ -1,9 +1,10 @@
-"""How long runs take: seconds a step = a + b x layers, from finished runs of this machine or from a short trial."""
+"""What runs cost: seconds a step from what a step computes, fitted to finished runs of this machine or to a trial."""
 
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -11,22 +12,67 @@ from normscale.config.schema import RunConfig
 from normscale.errors import StoreError
 from normscale.tracking.spool import SPOOL, read_run
 
+Device = Literal["cpu", "cuda"]
+
 EVALUATION = 1 / 3  # a forward pass over a batch, in steps
 START_S = 0.2  # opening the data and the records
-BUILD_S = 0.012  # building one layer, empirical
+BUILD_S = 0.006  # building one sublayer, empirical
+VOCAB = 256  # text is bytes; special tokens, and the few symbols of synthetic tasks, change next to nothing
+TRUST = 0.1  # the weight of the default's proportions beside one measured run
+SLOWER = {"bf16": 2.2, "fp16": 1.9, "fp8_e4m3": 2.4, "fp8_e5m2": 2.4}
+"""How much longer a step takes on a CPU with other products than fp32; empirical, at width 64."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one training step does: sublayers run (again for each micro-batch), values that pass one, FLOPs."""
+
+    sublayers: int
+    values: int
+    flops: int
+
+
+def work_of(config: RunConfig) -> Work:
+    """Returns the work of one step of a run, with the sequences as long as its context."""
+    from normscale.train.flops import flops_per_step, lengths_of  # it imports torch
+
+    model, lengths = config.model, lengths_of(config.model)
+    both = config.topology == "encoder-decoder"
+    encoder, decoder = 2 * model.N, (3 if both else 2) * model.M
+    positions = encoder * (lengths.source if both else lengths.target) + decoder * lengths.target
+    return Work(
+        sublayers=(encoder + decoder) * config.train.accumulate,
+        values=positions * model.d * config.train.batch,
+        flops=flops_per_step(model, VOCAB, config.train.batch),
+    )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds a step: `base` and `per_layer`. The defaults are empirical, from a 2-core machine."""
+    """Seconds a step on one worker, by what it does. The defaults are empirical, from one idle core of 2024."""
 
-    base: float = 0.004
-    per_layer: float = 0.0028
+    base: float = 0.0005
+    per_sublayer: float = 0.0004
+    per_value: float = 1.1e-8
+    per_flop: float = 7e-12
+    source: str = "an empirical default, not measured here"
+    device: Device = "cpu"
+
+    def step(self, config: RunConfig) -> float:
+        """Returns the estimated seconds of one training step."""
+        work = work_of(config)
+        seconds = self.base + self.per_sublayer * work.sublayers
+        return slowness(config, self.device) * (seconds + self.per_value * work.values + self.per_flop * work.flops)
 
     def of(self, config: RunConfig) -> float:
         """Returns the estimated seconds of a run on one worker."""
-        layers = config.model.N + config.model.M
-        return START_S + BUILD_S * layers + steps_of(config) * (self.base + self.per_layer * layers)
+        sublayers = work_of(config).sublayers // config.train.accumulate
+        return START_S + BUILD_S * sublayers + steps_of(config) * self.step(config)
+
+
+def slowness(config: RunConfig, device: Device) -> float:
+    """Returns how much longer a step takes than one with fp32 products."""
+    return SLOWER.get(config.precision.compute, 1.0) if device == "cpu" else 1.0
 
 
 def steps_of(config: RunConfig) -> float:
@@ -38,29 +84,48 @@ def steps_of(config: RunConfig) -> float:
     return train.steps + EVALUATION * (evaluations * train.eval_batches + updates)
 
 
-def fitted(points: Sequence[tuple[int, float]]) -> Cost | None:
-    """Returns the cost through (layers, seconds a step) points, or None without two different depths."""
-    if len({layers for layers, _ in points}) < 2:
+def fitted(points: Sequence[tuple[RunConfig, float]], source: str, device: Device = "cpu") -> Cost | None:
+    """Returns the cost through the seconds a step of some runs; None without any.
+
+    Runs that differ in depth alone cannot tell a sublayer's overhead from its products: what they leave open keeps the
+    proportions of the default, scaled to this machine.
+    """
+    if not points:
         return None
-    layers, seconds = np.array(points, dtype=float).T
-    # Relative errors count, so that shallow runs are not drowned by deep ones.
-    (base, per_layer), *_ = np.linalg.lstsq(
-        np.stack([1 / seconds, layers / seconds], axis=1), np.ones_like(seconds), rcond=None
-    )
-    return Cost(max(float(base), 1e-4), max(float(per_layer), 1e-5))
+    default = Cost(device=device)
+    seconds = np.array([each for _, each in points])
+    scale = float(np.median(seconds / [default.step(config) for config, _ in points]))
+    prior = scale * np.array([default.base, default.per_sublayer, default.per_value, default.per_flop])
+    rows = [
+        slowness(config, device) * np.array([1, work.sublayers, work.values, work.flops]) * prior
+        for config, work in ((config, work_of(config)) for config, _ in points)
+    ]
+    # Relative errors count, so that shallow runs are not drowned by deep ones. The unknowns are factors on the prior.
+    measured = np.array(rows) / seconds[:, None]
+    left = np.concatenate([measured, TRUST**0.5 * np.eye(4)])
+    right = np.concatenate([np.ones(len(points)), TRUST**0.5 * np.ones(4)])
+    factors, *_ = np.linalg.lstsq(left, right, rcond=None)
+    base, per_sublayer, per_value, per_flop = (float(x) for x in np.maximum(factors, 0.05) * prior)
+    return Cost(base, per_sublayer, per_value, per_flop, source, device)
 
 
-def from_finished(runs: Path) -> Cost | None:
-    """Returns the cost seen in the finished runs of a folder that ran on this machine; None if there are too few."""
+def from_finished(runs: Path, device: Device = "cpu") -> Cost | None:
+    """Returns the cost seen in the finished runs of a folder that ran on this machine; None if there are none."""
     points = []
-    for spool in runs.glob(f"*/{SPOOL}"):
+    for spool in sorted(runs.glob(f"*/{SPOOL}")):
         try:
             record = read_run(spool.parent)
             seconds = float(record.summary["seconds"])
             config = RunConfig.model_validate(record.start["config"])
             here = record.start.get("environment", {}).get("host") == platform.node()
-        except (StoreError, KeyError, TypeError, ValueError):
+            there = record.start.get("identity", {}).get("device", "cpu")
+        except (StoreError, KeyError, TypeError, ValueError, AttributeError):
             continue
-        if record.finished and here and seconds > START_S and config.train.steps >= 50:
-            points.append((config.model.N + config.model.M, seconds / steps_of(config)))
-    return fitted(points)
+        if record.finished and here and there == device and seconds > START_S and config.train.steps >= 50:
+            points.append((config, seconds / steps_of(config)))
+    return fitted(points, f"{len(points)} finished runs on this machine", device)
+
+
+def hours(seconds: float, device: Device) -> str:
+    """Returns time of one core or of one GPU in hours."""
+    return f"{seconds / 3600:.2g} {'core' if device == 'cpu' else 'GPU'}-hours"

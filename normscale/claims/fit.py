@@ -72,6 +72,27 @@ def power_law(x: Sequence[float], y: Sequence[float]) -> Line | None:
     return Line(Estimate(slope, slope - half, slope + half), intercept)
 
 
+def ratio(x: Sequence[float], y: Sequence[float]) -> Estimate | None:
+    """Returns the geometric mean of the ratios y, one for each (depth, seed); None where one of them is not positive.
+
+    The interval is the wider of two, for the reason that `power_law` gives: over all ratios, and over the mean
+    logarithms of the depths. One depth has the first alone.
+    """
+    if not y or not all(value > 0 and math.isfinite(value) for value in y):
+        return None
+    logs = np.log(np.asarray(y, dtype=float))
+    depths, at, seeds = np.unique(np.asarray(x, dtype=float), return_inverse=True, return_counts=True)
+    centre = float(logs.mean())
+    if len(logs) < 2:
+        return Estimate(math.exp(centre))
+    half = t_quantile(len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    if len(depths) > 1:
+        shared = np.bincount(at, logs - centre) / seeds
+        squares = float(seeds @ shared**2) / (len(depths) - 1)
+        half = max(half, t_quantile(len(depths) - 1) * math.sqrt(squares / len(logs)))
+    return Estimate(math.exp(centre), math.exp(centre - half), math.exp(centre + half))
+
+
 def _half_width(squares: float, dof: int, spread: float) -> float:
     """Returns half the 95 % interval of a slope from its squared residuals and the squared spread of x."""
     return t_quantile(dof) * math.sqrt(squares / dof / spread)

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from normscale.claims.claim import Cell, Claim, ProfileName, Role, Slope
-from normscale.claims.verdict import Judgement, Result
+from normscale.claims.claim import Cell, Claim, ProfileName, Role
+from normscale.claims.results import Result
+from normscale.claims.verdict import Judgement
 from normscale.errors import StoreError
 from normscale.tracking.files import write_whole
 from normscale.tracking.manifest import read_manifest
@@ -84,16 +85,16 @@ def results_of(runs: Path, cells: Sequence[tuple[Cell, str]]) -> list[Result]:
 def outcomes_of(claim: Claim, results: Sequence[Result], cells: Sequence[tuple[Cell, str]]) -> dict[str, str]:
     """Returns {run id: trained | plateau | diverged | nan | undecided} for the runs that have ended.
 
-    Where a claim expects slopes, nobody asks whether its short runs train: they are `measured`.
+    Of an arm that is measured over depth nobody asks whether its short runs train: they are `measured`.
     """
     words = {}
-    slopes = any(isinstance(expectation, Slope) for expectation in claim.expect)
     for result, (_, run_id) in zip(results, cells, strict=True):
         state = result.state
         if state.label == "missing" or result.record is None:
             continue
         not_finite = (result.record.end or {}).get("outcome") == "nan"
-        word = "measured" if slopes else {"stuck": "plateau"}.get(state.label, state.label)
+        word = {"stuck": "plateau"}.get(state.label, state.label)
+        word = word if claim.asks_training(result.cell.arm) else "measured"
         words[run_id] = "nan" if not_finite else word
     return words
 

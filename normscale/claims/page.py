@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from normscale.claims.claim import Slope
+from normscale.claims.judges.slopes import recorded_steps, when_said
+from normscale.claims.results import MAIN, ROLES, Measured, Part, Result
 from normscale.claims.state import AT_UNIGRAM, SPIKE, STANDSTILL
-from normscale.claims.verdict import ROLES, Measured, Part, Result, describe
+from normscale.claims.verdict import describe
 from normscale.tracking.record import TRAINED_NATS
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _section(reported: "Reported") -> str:
         parts.append(f'<img alt="figure of {escape(claim.id)}" src="data:image/png;base64,{data}">')
     parts += ["<h3>How it was tested</h3>", f"<p>{escape(claim.how)}</p>", "<h3>What was expected before the runs</h3>"]
     parts.append(_expectations(reported))
-    if not any(isinstance(expectation, Slope) for expectation in claim.expect) and reported.done:
+    if reported.done and any(claim.asks_training(arm) for arm in claim.arms):
         parts += ["<h3>Gap to the unigram entropy, by depth (nats)</h3>", _matrix(reported)]
     parts += ["<h3>Beside the published numbers</h3>"]
     rows = [[escape(name), escape(value), escape(paper)] for name, value, paper in _beside(reported)]
@@ -124,12 +125,13 @@ def _part(part: Part, kind: str) -> list[str]:
 def _matrix(reported: "Reported") -> str:
     """The gap by arm and depth: the mean over seeds with its interval, coloured by what became of the runs."""
     measured = {item.name: item for item in reported.judgement.measured}
-    depths = sorted({result.cell.depth for result in reported.results})
+    asked = [result for result in reported.results if reported.claim.asks_training(result.cell.arm)]
+    depths = sorted({result.cell.depth for result in asked})
     rows = []
     for role in ("", "low-lr", "long"):
         for arm, label in reported.claim.labels.items():
             groups = {d: [r for r in reported.results if _is(r, arm, d, role)] for d in depths}
-            if not any(groups.values()):
+            if not any(groups.values()) or not reported.claim.asks_training(arm):
                 continue
             cells = []
             for depth in depths:
@@ -144,15 +146,15 @@ def _matrix(reported: "Reported") -> str:
 
 
 def _is(result: Result, arm: str, depth: int, role: str) -> bool:
-    own = "" if result.cell.role in ("main", "control") else result.cell.role
+    own = "" if result.cell.role in MAIN else result.cell.role
     return (result.cell.arm, result.cell.depth, own) == (arm, depth, role)
 
 
 def _beside(reported: "Reported") -> list[tuple[str, str, str]]:
-    """Returns (label, value, published) for every number that has a published one or is judged as a slope."""
+    """Returns (label, value, published) for every number that has a published one; of others all but the gaps, which
+    have a table of their own."""
     measured = {item.name: item for item in reported.judgement.measured}
-    slopes = any(isinstance(expectation, Slope) for expectation in reported.claim.expect)
-    names = [name for name in measured if slopes or name in reported.claim.paper]
+    names = [name for name in measured if name in reported.claim.paper or not name.endswith(" gap")]
     names += [name for name in reported.claim.paper if name not in measured]
     rows = []
     for name in names:
@@ -163,26 +165,24 @@ def _beside(reported: "Reported") -> list[tuple[str, str, str]]:
 
 
 def _runs(reported: "Reported") -> str:
-    steps = sorted({step for r in reported.results if r.record for step in _updates(r)})
-    slopes = any(isinstance(expectation, Slope) for expectation in reported.claim.expect)
+    """Every run: what became of it, the numbers that are judged of its arm, what it cost."""
+    claim = reported.claim
+    judged = [(name, step) for name in claim.quantities for step in recorded_steps(name, reported.results)]
+    losses = any(claim.asks_training(arm) for arm in claim.arms)
     rows = []
     for result, run_id in zip(reported.results, reported.run_ids, strict=True):
-        record, state = result.record, result.state
-        summary = record.summary if record else {}
-        label = ("ended" if state.label != "missing" else "missing") if slopes else state.label
-        told = [f'<span class="{label}">{label}</span>', escape("" if slopes and label != "missing" else state.why)]
-        numbers = [_number(_updates(result).get(step)) for step in steps] if slopes else [_number(state.loss)]
+        state, trained = result.state, claim.asks_training(result.cell.arm)
+        summary = result.record.summary if result.record else {}
+        label = state.label if trained or state.label == "missing" else "ended"
+        told = [f'<span class="{label}">{label}</span>', escape(state.why if label != "ended" else "")]
+        numbers = ["" if trained else _number(result.value(name, step)) for name, step in judged]
+        numbers += [_number(state.loss) if trained else ""] if losses else []
         numbers += [_number(summary.get("steps"), 0), _number(summary.get("seconds"), 1)]
         rows.append([escape(result.cell.name), *told, *numbers, f"<code>{escape(run_id)}</code>"])
-    columns = [f"update after {step}" for step in steps] if slopes else ["held-out loss"]
+    columns = [f"{name} {when_said(name, step)}" for name, step in judged]
+    columns = [column.replace("grad_last_out", "gradient") for column in columns]
+    columns += ["held-out loss"] if losses else []
     return f'<div class="wide">{_table(["run", "state", "", *columns, "steps", "seconds", "id"], rows)}</div>'
-
-
-def _updates(result: Result) -> dict[int, float]:
-    if result.record is None or "update" not in result.record.series:
-        return {}
-    series = result.record.series["update"]
-    return dict(zip(series.steps, series.values, strict=True))
 
 
 def _environment(reported: "Reported") -> str:

@@ -17,10 +17,11 @@ from typing import Any
 
 from normscale.claims.claim import Cell, Claim, ProfileName
 from normscale.claims.discover import experiments_folder, list_claims
-from normscale.claims.figures import draw
+from normscale.claims.figures.drawing import draw
 from normscale.claims.manifest import cells_of, results_of
 from normscale.claims.page import markdown, page
-from normscale.claims.verdict import Judgement, Result, judge
+from normscale.claims.results import Result
+from normscale.claims.verdict import Judgement, judge
 from normscale.errors import StoreError
 from normscale.tracking.files import write_whole
 
@@ -131,7 +132,10 @@ def publish(written: Written, results: Path | None = None) -> list[Path]:
             record = reported.numbers() | {
                 "date": time.strftime("%Y-%m-%d"),
                 "environment": [_public(environment) for environment in reported.environments()],
-                "cells": [_cell(result, run) for result, run in zip(reported.results, reported.run_ids, strict=True)],
+                "cells": [
+                    _cell(reported.claim, result, run)
+                    for result, run in zip(reported.results, reported.run_ids, strict=True)
+                ],
             }
             write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
             files.append(path)
@@ -211,17 +215,23 @@ def _point(link: Path, folder: Path) -> None:
     os.replace(fresh, link)
 
 
-def _cell(result: Result, run_id: str) -> dict[str, Any]:
+def _cell(claim: Claim, result: Result, run_id: str) -> dict[str, Any]:
     cell: Cell = result.cell
     told = {key: value for key, value in asdict(cell).items() if key != "settings"}
     told |= {"run": run_id, "state": result.state.label, "loss_val": result.state.loss, "gap": result.state.gap}
-    if result.record is not None and "update" in result.record.series:
-        series = result.record.series["update"]
-        told["update"] = dict(zip(map(str, series.steps), series.values, strict=True))
+    for quantity in claim.quantities:
+        if result.record is not None and quantity in result.record.series:
+            series = result.record.series[quantity]
+            told[quantity] = dict(zip(map(str, series.steps), series.values, strict=True))
+    for profile in claim.profiles_judged:
+        if (array := result.layers(profile)) is not None:
+            told[profile] = [float(f"{value:.4g}") for value in array]
     return _finite(told)  # type: ignore[no-any-return]
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and value - value != 0 else value

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from normscale.claims.claim import Cell, Claim, ProfileName, run_config
-from normscale.claims.cost import Cost, fitted, from_finished
+from normscale.claims.cost import Cost, Device, fitted, from_finished, hours
 from normscale.claims.discover import list_claims, select
 from normscale.claims.manifest import outcomes_of, record_of, write_manifest
 from normscale.claims.progress import RunsProgress, time_left
@@ -87,42 +87,82 @@ def run_claims(
     return 1 if lost else 0
 
 
-def planned(ids: Sequence[str], profile: ProfileName) -> list[str]:
+def planned(
+    ids: Sequence[str], profile: ProfileName, runs: Path = Path("runs"), workers: int | None = None
+) -> list[str]:
     """Returns a line for each run that `run_claims` would start or find done: its claim, name and what sets it apart.
+
+    Then what those still to do would cost, as finished runs in `runs` have it, or else runs elsewhere.
 
     Raises:
         BadInput: there is no such claim.
     """
-    lines = []
+    lines, configs = [], []
     for claim in select(list(ids), list_claims()):
-        for cell in claim.cells(profile):
-            config = run_config(claim, cell, "runs", None)
+        own = [(cell, run_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]
+        configs.append((claim, own))
+        for cell, config in own:
             optim = config.train.optim
-            setting = f"scheme={config.model.scheme} M={config.model.M} {optim.name} lr={optim.lr:g}"
+            blocks = f"N={config.model.N} M={config.model.M}" if config.model.N else f"M={config.model.M}"
+            setting = f"scheme={config.model.scheme} {blocks} {optim.name} lr={optim.lr:g}"
             lines.append(f"{claim.id}: {cell.name}: {setting} steps={config.train.steps} seed={config.seed}")
-    return [*lines, f"{len(lines)} runs in profile {profile}; nothing was started"]
+    with _devices(profile):
+        plans = [_plan(claim, own) for claim, own in configs]
+        jobs, done = _jobs(plans, runs)
+    device = _device(profile)
+    cost = from_finished(runs, device) or (Cost() if device == "cpu" else None)
+    price = _price(plans, jobs, done, cost, min(workers or _at_a_time(profile), max(1, len(jobs))))
+    return [*lines, *price, f"{len(lines)} runs in profile {profile}; nothing was started"]
+
+
+def _device(profile: ProfileName) -> Device:
+    return "cuda" if profile == "gpu" else "cpu"
+
+
+def _at_a_time(profile: ProfileName) -> int:
+    """Returns the number of workers; one GPU is shared by few processes, since each holds its own context."""
+    return cores() if profile != "gpu" else 1
+
+
+def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | None, workers: int) -> list[str]:
+    """Returns what the jobs will cost, in all and for each claim; notes it in them."""
+    if not jobs:
+        return [f"all {done} runs are done already"]
+    head = f"{len(jobs)} runs to do, {done} done already; "
+    if cost is None:
+        return [head + "what they cost on this device is not known: none has finished on it"]
+    for job in jobs:
+        job.cost = cost.of(job.config)
+    seconds = sum(job.cost for job in jobs)
+    wall = time_left(jobs, workers)
+    # A GPU is taken for as long as any of its workers trains.
+    total = hours(seconds if cost.device == "cpu" else wall, cost.device)
+    lines = [f"{head}about {duration(wall)} on {workers} workers, {total} (by {cost.source})"]
+    width = max(len(plan.claim.id) for plan in plans)
+    for plan in plans:
+        own = [job for job in jobs if job.run_id in plan.configs]
+        price = hours(sum(job.cost for job in own), cost.device)
+        lines.append(f"  {plan.claim.id:<{width}}  {len(own):>3} of {len(plan.configs):>3} runs to do, {price}")
+    if sum(len(plan.configs) for plan in plans) > len(jobs) + done:
+        lines.append("  (runs that claims share are done once, and counted once in all)")
+    return lines
 
 
 def _train(
     configs: Sequence[tuple[Claim, list[tuple[Cell, RunConfig]]]], profile: ProfileName, runs: Path, workers: int | None
 ) -> tuple[list[Plan], list[Job]]:
     """Brings every run of the claims to its end, as far as it has one."""
-    # One GPU is shared by few processes: each holds its own context.
-    size = min(workers or (cores() if profile != "gpu" else 1), sum(len(own) for _, own in configs))
+    size = min(workers or _at_a_time(profile), sum(len(own) for _, own in configs))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
         plans = [_plan(claim, own) for claim, own in configs]
         jobs, done = _jobs(plans, runs)
         for plan in plans:
             _note(plan, profile, runs)
+        device = _device(profile)
+        cost = from_finished(runs, device) or _trial(pool, jobs, device) if jobs else None
+        print("\n".join(_price(plans, jobs, done, cost, pool.size)), flush=True)
         if jobs:
-            cost = from_finished(runs) or _trial(pool, jobs)
-            for job in jobs:
-                job.cost = cost.of(job.config)
-            left = duration(time_left(jobs, pool.size))
-            print(f"{len(jobs)} runs to do, {done} done already; about {left} on {pool.size} workers", flush=True)
             _drive(pool, jobs, plans, profile, runs)
-        else:
-            print(f"all {done} runs are done already", flush=True)
     return plans, jobs
 
 
@@ -156,22 +196,27 @@ def _jobs(plans: Sequence[Plan], runs: Path) -> tuple[list[Job], int]:
     return list(jobs.values()), len(done)
 
 
-def _trial(pool: Pool, jobs: Sequence[Job]) -> Cost:
-    """Returns the cost of this machine, from a few steps at two depths in a folder of their own."""
+def _trial(pool: Pool, jobs: Sequence[Job], device: Device) -> Cost | None:
+    """Returns the cost of this machine, from a few steps at two depths in a folder of their own.
+
+    None where even these failed on a GPU, of which nothing is known without them.
+    """
+    tried = jobs[0].config
+    sides = [side for side in ("N", "M") if getattr(tried.model, side)]
     with tempfile.TemporaryDirectory(prefix="normscale-trial-") as folder:
         trials = []
         for layers in TRIAL_LAYERS:
             settings: dict[str, object] = {
-                "model.M": layers,
-                "model.N": 0,
+                **{f"model.{side}": layers // len(sides) for side in sides},
                 "train.steps": TRIAL_STEPS,
                 "train.eval_batches": 1,
             }
             settings |= {"train.schedule.warmup_steps": 0, "train.eval_every": 0, "probes.update": {}}
-            config = revise(jobs[0].config, {**settings, "tracking.runs": folder, "tracking.uri": None})
+            config = revise(tried, {**settings, "tracking.runs": folder, "tracking.uri": None})
             trials.append(Job("", f"trial {layers}", config))
         pool.run(trials)
-    return fitted([(trial.config.model.M, trial.step_s) for trial in trials if trial.step_s]) or Cost()
+    timed = [(trial.config, trial.step_s) for trial in trials if trial.step_s]
+    return fitted(timed, "a short trial on this machine", device) or (Cost() if device == "cpu" else None)
 
 
 def _drive(pool: Pool, jobs: Sequence[Job], plans: Sequence[Plan], profile: ProfileName, runs: Path) -> None:

@@ -1,12 +1,15 @@
 """Records as a training run leaves them, made up: for tests of the judge, the figures and the report."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from normscale.claims.claim import Cell, Claim, ProfileName
-from normscale.claims.verdict import Result
-from normscale.tracking.spool import RunRecord, Series, SpoolWriter
+from normscale.claims.results import Result
+from normscale.tracking.spool import Profile, RunRecord, Series, SpoolWriter
 
 UNIGRAM = 3.25
 
@@ -23,8 +26,13 @@ def record(
     training: dict[int, float] | None = None,
     steps: int = 180,
     run_id: str = "run",
+    numbers: dict[str, float] | None = None,
+    layers: dict[str, list[list[float]]] | None = None,
 ) -> RunRecord:
-    """Returns a run that ends at `gap` nats below the unigram entropy, `improves` over its last third."""
+    """Returns a run that ends at `gap` nats below the unigram entropy, `improves` over its last third.
+
+    `numbers` were recorded at step 1; `layers` are arrays over layers, from the first time to the last.
+    """
     loss = UNIGRAM - gap
     held_out = {0: 5.6, steps // 3: loss + 2 * improves, 2 * steps // 3: loss + improves, steps: loss}
     held_out[5 * steps // 6] = loss + improves / 2
@@ -34,10 +42,15 @@ def record(
     }
     if updates:
         values["update"] = series(updates)
+    values |= {name: series({1: value}) for name, value in (numbers or {}).items()}
+    profiles = {
+        name: Profile(at := [1, steps][-len(rows) :], [step * 1000 for step in at], np.array(rows, dtype=np.float32))
+        for name, rows in (layers or {}).items()
+    }
     start: dict[str, Any] = {"run_id": run_id, "config": {}, "data": {"unigram_nats": UNIGRAM}}
     summary = {"steps": steps, "seconds": 3.0, "bad_step": 17 if outcome == "nan" else -1}
     end = {"outcome": outcome, "exit_code": 0, "summary": summary}
-    return RunRecord(Path("runs") / run_id, run_id, start, values, {}, [], end, 1)
+    return RunRecord(Path("runs") / run_id, run_id, start, values, profiles, [], end, 1)
 
 
 def results(claim: Claim, profile: ProfileName, make: Any) -> list[Result]:
@@ -54,6 +67,9 @@ def write(runs: Path, run_id: str, made: RunRecord, config: dict[str, Any]) -> N
         for key, values in made.series.items():
             for step, value in zip(values.steps, values.values, strict=True):
                 spool.metrics(step, step, {key: value})
+        for name, profile in made.profiles.items():
+            for step, data in zip(profile.steps, profile.data, strict=True):
+                spool.profile(step, name, data)
         if made.end is not None:
             spool.end(made.end["outcome"], made.end["exit_code"], made.end["summary"])
 
@@ -65,7 +81,7 @@ def by_depth(cell: Cell) -> RunRecord:
         return record(gap=0.01 - wobble, improves=0.002)
     if cell.arm.startswith("post"):
         return record(gap=0.7 - 0.03 * cell.depth + wobble, improves=0.1)
-    return record(gap=0.9 - 0.002 * cell.depth + wobble, improves=0.1)
+    return record(gap=0.9 - 0.04 * math.log2(cell.depth) + wobble, improves=0.1)
 
 
 def by_slope(slopes: dict[str, float]) -> Any:
@@ -76,3 +92,55 @@ def by_slope(slopes: dict[str, float]) -> Any:
         return record(updates={1: update / 10, 10: update}, steps=12)
 
     return make
+
+
+THEORY = {"post-sgd": 1.05, "post-adam": 1.26, "weights-sgd": 0.03, "weights-adam": 0.51}
+SLOPES = {
+    **THEORY,
+    "deepnorm-sgd": 0.03,
+    "deepnorm-adam": 0.51,
+    "both-sgd": 0.03,
+    "alpha-sgd": 1.2,
+    "beta-sgd": 0.52,
+    "neither-sgd": 1.05,
+    "paper-sgd": 0.03,
+    "mixln-sgd": 0.9,
+    "keel-sgd": -0.01,
+    "paper-two": 0.02,
+    "torchscale-two": 0.02,
+    "article-two": 0.1,
+}
+"""Slopes of the update over depth that theory gives, by arm."""
+
+SIZES = {"keel-sgd": 2.2, "torchscale-two": 1.3, "article-two": 1.6}
+GRADIENTS = {"post": 0.0, "pre": -0.5, "deepnorm": -0.49}
+DYING = ("post", "alpha", "beta", "neither", "mixln")
+
+
+def by_theory(claim: Claim) -> Callable[[Cell], RunRecord]:
+    """Returns a maker of what theory lets one expect of any claim's cell; Post-Norm and its like die from 12 on."""
+
+    def make(cell: Cell) -> RunRecord:
+        wobble = 1 + 0.03 * math.sin(3 * cell.seed + cell.depth + 7 * list(claim.arms).index(cell.arm))
+        if "update" in claim.quantities and not claim.asks_training(cell.arm):
+            update = 1e-2 * cell.lr * cell.depth ** SLOPES[cell.arm] * SIZES.get(cell.arm, 1.0) * wobble
+            return record(updates={1: update / 10, 10: update}, steps=12)
+        if "grad_last_out" in claim.quantities:
+            return record(steps=6, numbers={"grad_last_out": cell.depth ** GRADIENTS[cell.arm] * wobble})
+        dying = cell.arm.startswith(DYING) and cell.depth >= 24
+        gap = 0.01 * wobble if dying else 0.9 * wobble - 0.04 * math.log2(cell.depth)
+        layers = _layers(cell, wobble) if claim.profiles_judged else None
+        return record(gap, improves=0.002 if dying else 0.1, layers=layers)
+
+    return make
+
+
+def _layers(cell: Cell, wobble: float) -> dict[str, list[list[float]]]:
+    blocks, sublayers = np.arange(1, cell.depth + 1), np.arange(1, 2 * cell.depth + 1)
+    flat = cell.arm != "pre"
+    rms = np.ones(2 * cell.depth) if flat else np.sqrt(1 + sublayers / 2)
+    angle = np.full(cell.depth, 0.1) if flat else 0.3 / np.sqrt(blocks)
+    removal = np.full(cell.depth, 0.05) if flat else 0.2 / blocks
+    removal[5::3] = np.nan
+    found = {"angle": [angle * wobble], "removal": [removal * wobble], "stream_rms": [rms, rms**1.4 * wobble]}
+    return {name: [row.tolist() for row in rows] for name, rows in found.items()}

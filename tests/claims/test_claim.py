@@ -1,6 +1,7 @@
 import pytest
 
-from normscale.claims.claim import Claim, Profile, Trains, run_config
+from normscale.claims.claim import Claim, Profile, run_config
+from normscale.claims.expect import Dies, Larger, Slope, Steeper, Thirds, Trains
 from normscale.errors import BadInput
 
 
@@ -71,3 +72,30 @@ def test_an_unknown_profile_or_arm_is_refused() -> None:
         claim().cells("gpu")
     with pytest.raises(BadInput, match="an arm 'c'; the arms are a, b"):
         claim(profiles={"cpu": Profile({"c": {2: 1}})}).cells("cpu")
+
+
+def test_an_arm_says_which_settings_its_depth_goes_to() -> None:
+    made = claim(
+        depth_keys={"b": ("model.N", "model.M")},
+        arms={"a": {}, "b": {"data.task": "copy"}},
+        profiles={"cpu": Profile({"a": {12: 1}, "b": {12: 1}})},
+    )
+    one, two = (run_config(made, cell, "r", None).model for cell in made.cells("cpu"))
+    assert (one.N, one.M, two.N, two.M) == (0, 12, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("control", "expect", "asked"),
+    [
+        ((Trains("a", at=(2,)),), (Trains("a", at_least=12),), "ab"),  # b stands beside what trains
+        ((), (Dies("a", at_least=12, beside=("b",)),), "ab"),
+        ((), (Slope("a", "update", 10, "above", 0.25),), ""),
+        ((), (Steeper("a", "b", "update", 10, 0.25),), ""),
+        ((Trains("b", at=(2,)),), (Larger("a", "a", "update", 10, 1.0),), "b"),
+        ((), (Slope("a", "update", 10, "above", 0.25), Trains("b", at_least=12)), "b"),
+        ((), (Thirds("a", "angle", 12, "ratio", "below", 1.0),), "ab"),
+    ],
+)
+def test_who_is_asked_whether_it_trains(control: object, expect: object, asked: str) -> None:
+    made = claim(control=control, expect=expect)
+    assert "".join(arm for arm in "ab" if made.asks_training(arm)) == asked

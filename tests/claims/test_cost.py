@@ -1,23 +1,43 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from normscale.claims.cost import BUILD_S, START_S, Cost, fitted, from_finished, steps_of
+from normscale.claims.cost import BUILD_S, SLOWER, START_S, Cost, fitted, from_finished, hours, steps_of, work_of
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
+from normscale.tracking.spool import SPOOL
+from normscale.train.flops import flops_per_step
 from tests.claims.synthetic import record, write
 
+TRUE = Cost(0.001, 0.0007, 2e-8, 1e-11)
 
-def config(layers: int, **changes: object) -> RunConfig:
+
+def config(layers: int, **changes: Any) -> RunConfig:
     return revise(RunConfig(), {"model.M": layers, "train.steps": 100, **changes})
 
 
-def test_a_cost_is_linear_in_steps_and_layers() -> None:
-    cost = Cost(0.01, 0.002)
-    deeper = cost.of(config(20)) - cost.of(config(10))
-    assert deeper == pytest.approx(steps_of(config(10)) * 10 * 0.002 + 10 * BUILD_S)
-    longer = cost.of(config(10, **{"train.steps": 200})) - cost.of(config(10))
-    assert longer == pytest.approx(100 * 0.03)
+def test_work_is_counted_by_stack_and_micro_batch() -> None:
+    work = work_of(config(10))
+    assert (work.sublayers, work.values) == (20, 20 * 64 * 64 * 8)
+    assert work.flops == flops_per_step(config(10).model, 256, 8)
+    assert work_of(config(10, **{"train.accumulate": 4})).sublayers == 80
+    assert work_of(config(10, **{"train.accumulate": 4})).values == work.values
+    assert work_of(config(0, **{"model.N": 10})).sublayers == 20
+    both = work_of(config(10, **{"model.N": 5}))
+    assert (both.sublayers, both.values) == (40, 40 * 64 * 64 * 8)  # 5 x 2 and 10 x 3
+    assert work_of(config(10, **{"train.batch": 16})).flops == 2 * work.flops
+
+
+def test_a_cost_is_linear_in_steps_and_work() -> None:
+    ten, twenty = work_of(config(10)), work_of(config(20))
+    assert TRUE.step(config(10)) == pytest.approx(0.001 + 20 * 0.0007 + ten.values * 2e-8 + ten.flops * 1e-11)
+    more = TRUE.of(config(20)) - TRUE.of(config(10))
+    work = 20 * 0.0007 + (twenty.values - ten.values) * 2e-8 + (twenty.flops - ten.flops) * 1e-11
+    assert more == pytest.approx(steps_of(config(10)) * work + 20 * BUILD_S)
+    longer = TRUE.of(config(10, **{"train.steps": 200})) - TRUE.of(config(10))
+    assert longer == pytest.approx(100 * TRUE.step(config(10)))
+    assert TRUE.of(config(10)) > START_S
 
 
 def test_evaluations_count_as_forward_passes() -> None:
@@ -25,24 +45,79 @@ def test_evaluations_count_as_forward_passes() -> None:
     assert steps_of(every) == pytest.approx(100 + 11 * 6 / 3)
 
 
-def test_two_depths_give_a_cost_and_one_does_not() -> None:
-    cost = fitted([(2, 0.014), (12, 0.034), (48, 0.106)])
+def test_other_products_take_longer_on_a_cpu_alone() -> None:
+    half = config(10, **{"precision.compute": "fp16"})
+    assert TRUE.step(half) == pytest.approx(SLOWER["fp16"] * TRUE.step(config(10)))
+    gpu = Cost(device="cuda")
+    assert gpu.step(half) == gpu.step(config(10))
+
+
+SHAPES = [
+    {},
+    {"train.batch": 2},
+    {"model.d": 128},
+    {"model.d": 32, "train.accumulate": 2},
+    {"model.N": 3},
+    {"precision.compute": "fp16"},
+]
+
+
+def test_runs_of_many_shapes_give_their_cost_back() -> None:
+    points = [(own := config(layers, **shape), TRUE.step(own)) for layers in (2, 12, 48) for shape in SHAPES]
+    cost = fitted(points, "x")
     assert cost is not None
-    assert (cost.base, cost.per_layer) == (pytest.approx(0.01), pytest.approx(0.002))
-    assert fitted([(2, 0.014), (2, 0.015)]) is None
+    for layers in (6, 100):
+        for shape in SHAPES:
+            own = config(layers, **shape)
+            assert cost.step(own) == pytest.approx(TRUE.step(own), rel=0.05)
 
 
-def test_finished_runs_of_this_machine_are_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_shape_keep_the_proportions_of_the_default() -> None:
+    slow = Cost(*(3 * x for x in (Cost().base, Cost().per_sublayer, Cost().per_value, Cost().per_flop)))
+    one = fitted([(config(12), slow.step(config(12)))], "x")
+    assert one is not None
+    for shape in SHAPES:
+        assert one.step(config(100, **shape)) == pytest.approx(slow.step(config(100, **shape)), rel=1e-6)
+    two = fitted([(config(layers), TRUE.step(config(layers))) for layers in (2, 12)], "x")
+    assert two is not None
+    assert two.step(config(48)) == pytest.approx(TRUE.step(config(48)), rel=0.1)
+    assert min(two.base, two.per_sublayer, two.per_value, two.per_flop) > 0
+    assert fitted([], "x") is None
+
+
+def finish(runs: Path, own: RunConfig, seconds: float, name: str, **identity: str) -> None:
+    made = record()
+    assert made.end is not None
+    made.end["summary"]["seconds"] = seconds
+    made.start["identity"] = identity
+    write(runs, name, made, own.model_dump(mode="json"))
+
+
+def test_finished_runs_of_this_machine_and_device_are_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("platform.node", lambda: "host")
-    cost = Cost(0.01, 0.002)
     for layers in (2, 12, 48):
-        made, own = record(), config(layers)
-        assert made.end is not None
-        made.end["summary"]["seconds"] = cost.of(own) - START_S - BUILD_S * layers
-        write(tmp_path, f"run-{layers}", made, own.model_dump(mode="json"))
+        own = config(layers)
+        finish(tmp_path, own, TRUE.step(own) * steps_of(own), f"run-{layers}")
+    finish(tmp_path, config(12), 1e6, "on-a-gpu", device="cuda")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / SPOOL).write_text(
+        '{"kind": "start", "t": 1, "attempt": 1, "config": {"model": {"L": 3}}}\n\xff'
+    )
     found = from_finished(tmp_path)
     assert found is not None
-    assert found.of(config(100)) == pytest.approx(cost.of(config(100)), rel=1e-3)
+    assert found.source == "3 finished runs on this machine"
+    assert found.of(config(100)) == pytest.approx(TRUE.of(config(100)), rel=0.05)
+    gpu = from_finished(tmp_path, "cuda")
+    assert gpu is not None
+    assert gpu.source == "1 finished runs on this machine"
+    assert gpu.step(config(12)) == pytest.approx(1e6 / steps_of(config(12)))
     monkeypatch.setattr("platform.node", lambda: "another machine")
     assert from_finished(tmp_path) is None
     assert from_finished(tmp_path / "nowhere") is None
+
+
+def test_hours_are_those_of_a_core_or_of_a_gpu() -> None:
+    assert hours(5400, "cpu") == "1.5 core-hours"
+    assert hours(36, "cuda") == "0.01 GPU-hours"

@@ -4,14 +4,12 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from normscale.claims import figures
 from normscale.claims.claim import Cell, Claim
 from normscale.claims.discover import list_claims
+from normscale.claims.figures import common, drawing, gap, growth, slopes
 from normscale.tracking.spool import RunRecord
-from tests.claims.synthetic import by_depth, by_slope, record, results
+from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, record, results
 
-THEORY = {"post-sgd": 1.05, "post-adam": 1.26, "weights-sgd": 0.03, "weights-adam": 0.51}
-SLOPES = {**THEORY, "deepnorm-sgd": 0.03, "deepnorm-adam": 0.51}
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS: dict[str, Claim] = {claim.id: claim for claim in list_claims(ROOT / "experiments")}
 DEPTH, UPDATE = CLAIMS["depth-postnorm-dies"], CLAIMS["update-bounded"]
@@ -21,19 +19,20 @@ DEPTH, UPDATE = CLAIMS["depth-postnorm-dies"], CLAIMS["update-bounded"]
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Returns the figures that `draw` makes from now on."""
     kept: list[Figure] = []
-    new = figures._new
+    new = common.new
 
     def keep(width: float, height: float) -> Figure:
         kept.append(new(width, height))
         return kept[-1]
 
-    monkeypatch.setattr(figures, "_new", keep)
+    for kind in (gap, slopes, growth):
+        monkeypatch.setattr(kind, "new", keep)
     return kept
 
 
 def test_the_depth_figure_shows_every_seed_of_every_arm(tmp_path: Path, drawn: list[Figure]) -> None:
     made = results(DEPTH, "cpu", by_depth)
-    assert figures.draw(DEPTH, made, tmp_path / "figure.png")
+    assert drawing.draw(DEPTH, made, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
     main = [result for result in made if result.cell.role in ("main", "control")]
     axes, *losses = drawn[0].axes
@@ -41,7 +40,7 @@ def test_the_depth_figure_shows_every_seed_of_every_arm(tmp_path: Path, drawn: l
     assert len(points) == len(main)
     assert {line.get_color() for line in axes.get_lines() if line.get_label() == "Post-Norm"} == {"#d62728"}
     titles = [axis.get_title() for axis in losses]
-    assert (len(titles), titles[0], titles[-1]) == (4, "2 blocks", "48 blocks")
+    assert (len(titles), titles[0], titles[-1]) == (4, "2 blocks", "100 blocks")
     at_two = [result for result in main if result.cell.depth == 2]
     assert len(losses[0].get_lines()) == 2 * len(at_two)  # a curve and the unigram entropy for each run
 
@@ -50,7 +49,7 @@ def test_runs_without_a_finite_loss_are_drawn_at_the_lower_edge(tmp_path: Path, 
     def make(cell: Cell) -> RunRecord:
         return record(0.5, outcome="nan") if cell.arm == "post" else record(-7.0)
 
-    assert figures.draw(DEPTH, results(DEPTH, "cpu", make), tmp_path / "figure.png")
+    assert drawing.draw(DEPTH, results(DEPTH, "cpu", make), tmp_path / "figure.png")
     low, high = drawn[0].axes[0].get_ylim()
     for line in drawn[0].axes[0].get_lines():
         values = [float(value) for value in line.get_ydata()]
@@ -58,14 +57,14 @@ def test_runs_without_a_finite_loss_are_drawn_at_the_lower_edge(tmp_path: Path, 
 
 
 def test_the_update_figure_says_the_slopes_panel_by_panel(tmp_path: Path, drawn: list[Figure]) -> None:
-    assert figures.draw(UPDATE, results(UPDATE, "cpu", by_slope(SLOPES)), tmp_path / "figure.png")
+    assert drawing.draw(UPDATE, results(UPDATE, "cpu", by_slope(SLOPES)), tmp_path / "figure.png")
     told = {axes.get_title("left"): [text.get_text() for text in axes.get_legend().texts] for axes in drawn[0].axes}
-    assert [line.split(" (")[0] for line in told["SGD, after 10 steps"]] == [
+    assert [line.split(" (")[0] for line in told["Model update after 10 steps, SGD"]] == [
         "Post-Norm: slope 1.05",
         "DeepNorm: slope 0.03",
         "DeepNorm without gains and biases: slope 0.03",
     ]
-    assert [line.split(" (")[0] for line in told["Adam, after 10 steps"]] == [
+    assert [line.split(" (")[0] for line in told["Model update after 10 steps, Adam"]] == [
         "Post-Norm: slope 1.26",
         "DeepNorm: slope 0.51",
         "DeepNorm without gains and biases: slope 0.51",
@@ -74,8 +73,8 @@ def test_the_update_figure_says_the_slopes_panel_by_panel(tmp_path: Path, drawn:
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_nothing_is_drawn_where_there_is_nothing(claim: Claim, tmp_path: Path) -> None:
-    assert not figures.draw(claim, results(claim, "cpu", lambda cell: None), tmp_path / "figure.png")
-    assert not figures.draw(claim, [], tmp_path / "figure.png")
+    assert not drawing.draw(claim, results(claim, "cpu", lambda cell: None), tmp_path / "figure.png")
+    assert not drawing.draw(claim, [], tmp_path / "figure.png")
     assert not (tmp_path / "figure.png").exists()
 
 
@@ -84,6 +83,77 @@ def test_a_claim_that_has_only_begun_has_a_figure(claim: Claim, tmp_path: Path) 
     first = claim.cells("cpu")[0]
 
     def make(cell: Cell) -> RunRecord | None:
-        return record(0.7, updates={1: 0.1, 10: 0.5}) if cell == first else None
+        return by_theory(claim)(cell) if cell == first else None
 
-    assert figures.draw(claim, results(claim, "cpu", make), tmp_path / "figure.png")
+    assert drawing.draw(claim, results(claim, "cpu", make), tmp_path / "figure.png")
+
+
+def test_depths_to_a_thousand_are_on_one_axis(tmp_path: Path, drawn: list[Figure]) -> None:
+    claim = CLAIMS["depth-deepnorm-trains"]
+    assert drawing.draw(claim, results(claim, "cpu", by_theory(claim)), tmp_path / "figure.png")
+    axes, *losses = drawn[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["6", "12", "24", "48", "100", "200", "1000"]
+    assert losses[-1].get_title() == "1000 blocks"
+    small = next(line for line in axes.get_lines() if line.get_label() == "DeepNorm, 128 tokens a step")
+    assert small.get_linestyle() == "--"  # the same scheme under another protocol
+
+
+def test_two_depths_too_near_for_both_labels_share_one() -> None:
+    axes = common.new(4, 3).add_subplot()
+    common.depth_axis(axes, [6, 12, 100, 110, 1000])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["6", "12", "100", "1000"]
+
+
+def test_the_growth_figure_has_a_panel_for_each_array_and_only_layers_that_were_measured(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    claim = CLAIMS["growth-prenorm"]
+    made = results(claim, "cpu", by_theory(claim))
+    assert drawing.draw(claim, made, tmp_path / "figure.png")
+    stream, angle, removal = drawn[0].axes
+    drawn_lines = [
+        [line for line in axes.get_lines() if len(line.get_xdata()) > 2] for axes in (stream, angle, removal)
+    ]
+    assert [len(lines) for lines in drawn_lines] == [6, 3, 3]  # the stream also as it was at initialisation
+    assert len(drawn_lines[1][0].get_xdata()) == 24
+    assert len(drawn_lines[2][0].get_xdata()) == 17  # of 24, as the records have it
+    for line in drawn_lines[2]:
+        assert all(math.isfinite(value) for value in line.get_ydata())
+    assert [text.get_text() for text in drawn[0].legends[0].texts] == [
+        "Pre-Norm, 24 blocks",
+        "DeepNorm, 24 blocks",
+        "Post-Norm, 12 blocks",
+    ]
+
+
+def test_a_mixed_figure_shows_slopes_and_who_trains(tmp_path: Path, drawn: list[Figure]) -> None:
+    claim = CLAIMS["misinit-baselines"]
+    assert drawing.draw(claim, results(claim, "cpu", by_theory(claim)), tmp_path / "figure.png")
+    one, two, rows = drawn[0].axes
+    assert one.get_title("left") == "Model update after 10 steps, decoder-only"
+    assert two.get_title("left") == "Model update after 10 steps, encoder and decoder"
+    assert [text.get_text().split(" (")[0] for text in one.get_legend().texts] == [
+        "the paper's DeepNorm: slope 0.02",
+        "MixLN's DeepNorm: slope 0.90",
+        "Keel's DeepNorm: slope -0.01",
+    ]
+    inks = {line.get_color() for line in one.get_lines() if ": slope" in str(line.get_label())}
+    assert len(inks) == 3  # one scheme with three sets of constants
+    assert [label.get_text() for label in rows.get_yticklabels()] == [
+        "the paper's DeepNorm, 24 blocks",
+        "MixLN's DeepNorm, 6 blocks",
+        "MixLN's DeepNorm, 24 blocks",
+        "MixLN's DeepNorm, 24 blocks, lower rate",
+        "Keel's DeepNorm, 24 blocks",
+    ]
+
+
+@pytest.mark.parametrize("part", ["slopes", "training"])
+def test_a_mixed_figure_draws_the_part_that_there_is(part: str, tmp_path: Path, drawn: list[Figure]) -> None:
+    claim = CLAIMS["depth-ablation"]
+
+    def make(cell: Cell) -> RunRecord | None:
+        return by_theory(claim)(cell) if claim.asks_training(cell.arm) == (part == "training") else None
+
+    assert drawing.draw(claim, results(claim, "cpu", make), tmp_path / "figure.png")
+    assert len(drawn[0].axes) == 1

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import linregress
 
-from normscale.claims.fit import mean, power_law, t_quantile
+from normscale.claims.fit import Estimate, mean, power_law, ratio, t_quantile
 
 
 def test_a_power_law_gives_back_its_slope() -> None:
@@ -81,3 +82,18 @@ def test_what_has_no_slope_has_none() -> None:
 
 def test_t_quantiles_are_those_of_the_printed_table() -> None:
     assert [t_quantile(n) for n in (1, 13, 30)] == pytest.approx([12.706, 2.160, 2.042], abs=1e-3)
+
+
+def test_a_ratio_is_a_geometric_mean_with_the_wider_of_two_intervals() -> None:
+    same = ratio([6, 6, 12, 12], [2.0, 8.0, 2.0, 8.0])  # the seeds differ, the depths do not
+    assert same is not None
+    assert same.value == pytest.approx(4.0)
+    half = t_quantile(3) * math.log(2) * math.sqrt(4 / 3) / 2
+    assert same.hi == pytest.approx(4.0 * math.exp(half))
+    apart = ratio([6, 6, 12, 12], [2.0, 2.0, 8.0, 8.0])  # two seeds that say the same are no confirmation
+    assert apart is not None
+    assert apart.hi == pytest.approx(4.0 * math.exp(t_quantile(1) * math.log(2)))
+    assert ratio([6], [2.0]) == Estimate(pytest.approx(2.0))
+    assert ratio([], []) is None
+    assert ratio([6, 12], [1.0, 0.0]) is None
+    assert ratio([6, 12], [1.0, float("nan")]) is None

@@ -12,8 +12,8 @@ from normscale.claims.manifest import write_manifest
 from normscale.claims.report import publish, table, writable, write_report
 from normscale.errors import StoreError
 from normscale.tracking.spool import RunRecord
-from tests.claims.synthetic import by_slope, record, write
-from tests.claims.test_figures import DEPTH, SLOPES, UPDATE
+from tests.claims.synthetic import SLOPES, by_slope, by_theory, record, write
+from tests.claims.test_figures import CLAIMS, DEPTH, UPDATE
 from tests.claims.test_verdict import as_expected, depth_claim
 
 
@@ -181,3 +181,31 @@ def test_a_reports_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> Non
             act(tmp_path / "reports")
         assert "\n" not in str(caught.value)
     assert (tmp_path / "reports").read_text() == "a file"
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_every_claim_shows_all_its_numbers(claim: Claim, tmp_path: Path) -> None:
+    store(tmp_path / "runs", claim, by_theory(claim))
+    written = write_report(tmp_path / "runs", [claim], reports=tmp_path / "reports")
+    page = Tags(written.page.read_text())
+    assert page.open == []
+    trained = any(claim.asks_training(arm) for arm in claim.arms)
+    assert ("Gap to the unigram entropy, by depth (nats)" in page.text) == trained
+    for item in written.claims[0].judgement.measured:
+        if not item.name.endswith(" gap"):
+            assert item.label in page.text
+    for published in claim.paper.values():
+        assert published in page.text
+    told = json.loads(publish(written, tmp_path / "results")[0].read_text())
+    recorded = {key for cell in told["cells"] for key in cell}
+    assert recorded >= {*claim.quantities, *claim.profiles_judged}
+
+
+def test_a_run_that_was_measured_is_not_called_stuck(tmp_path: Path) -> None:
+    claim = CLAIMS["depth-ablation"]
+    store(tmp_path / "runs", claim, by_theory(claim))
+    page = write_report(tmp_path / "runs", [claim], reports=tmp_path / "reports").page.read_text()
+    row = next(row for row in page.split("<tr>") if "L0006 neither-sgd s0" in row)
+    assert ">ended<" in row
+    row = next(row for row in page.split("<tr>") if "L0024 neither s0<" in row)
+    assert ">stuck<" in row

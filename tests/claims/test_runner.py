@@ -15,7 +15,8 @@ from normscale.tracking.manifest import read_manifest
 from normscale.tracking.spool import read_run
 
 TINY = """
-from normscale.claims.claim import Claim, Profile, Slope, Trains
+from normscale.claims.claim import Claim, Profile
+from normscale.claims.expect import Slope, Trains
 
 CLAIM = Claim(
     id="{id}", says="It trains.", source="nowhere", family="depth",
@@ -134,3 +135,27 @@ def test_gpus_are_hidden_from_the_cpu_profile_alone(monkeypatch: pytest.MonkeyPa
     with runner._devices("gpu"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_the_cost_is_said_in_all_and_for_each_claim_before_anything_starts(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "Pool", lambda *_: pytest.fail("a worker was started"))
+    lines = runner.planned(["one", "two"], "cpu", Path("runs"), workers=1)
+    runs, price = lines[:4], lines[4:-1]
+    assert [line.split(":")[0] for line in runs] == ["one", "one", "two", "two"]
+    assert price[0].startswith("3 runs to do, 0 done already; about 0:0")  # one is shared
+    assert price[0].endswith("core-hours (by an empirical default, not measured here)")
+    assert [line.split()[:4] for line in price[1:3]] == [["one", "2", "of", "2"], ["two", "2", "of", "2"]]
+    assert "counted once" in price[3]
+    assert lines[-1] == "4 runs in profile cpu; nothing was started"
+    assert not (checkout / "runs").exists()
+
+
+def test_a_gpu_that_nothing_ran_on_has_no_price(checkout: Path) -> None:
+    plan = runner.Plan(runner.select(["one"], runner.list_claims())[0])
+    job = runner.Job("a", "a", runner.RunConfig())
+    assert "not known" in runner._price([plan], [job], 0, None, 1)[0]
+    known = runner._price([plan], [job], 0, runner.Cost(device="cuda", source="x"), 1)
+    assert known[0].endswith("GPU-hours (by x)")
+    assert runner._price([plan], [], 7, None, 1) == ["all 7 runs are done already"]

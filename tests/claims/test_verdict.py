@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from normscale.claims.claim import Cell, Claim, Dies, Profile, Slope, Trains, Verdict
-from normscale.claims.verdict import Finding, Judgement, judge, worst
+from normscale.claims.claim import Cell, Claim, Profile, Verdict
+from normscale.claims.expect import Dies, Slope, Trains
+from normscale.claims.results import Finding, worst
+from normscale.claims.verdict import Judgement, judge
 from normscale.tracking.spool import RunRecord
 from tests.claims.synthetic import record, results
 

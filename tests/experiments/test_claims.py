@@ -1,15 +1,17 @@
 """Every claim of the checkout: its configurations are valid, its expectations can be judged, its smoke run runs."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from normscale.claims.claim import Claim, Dies, Slope, run_config
+from normscale.claims.claim import Claim, run_config
 from normscale.claims.discover import list_claims
+from normscale.claims.expect import Dies, SlopeWithin, Thirds
+from normscale.claims.protocol import DEPTH, SMALL
 from normscale.claims.runner import run_claims
 from normscale.claims.verdict import describe, judge
-from tests.claims.synthetic import by_depth, by_slope, results
-from tests.claims.test_figures import SLOPES
+from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, record, results
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in list_claims(ROOT / "experiments")}
@@ -23,7 +25,8 @@ def test_every_cell_of_every_profile_is_a_valid_configuration_and_named_once(cla
         cells = claim.cells(profile)
         assert len({cell.name for cell in cells}) == len(cells)
         for cell in cells:
-            assert cell.depth == run_config(claim, cell, "runs", None).model.M
+            model = run_config(claim, cell, "runs", None).model
+            assert {model.N, model.M} <= {0, cell.depth}
 
 
 @every_claim
@@ -34,20 +37,118 @@ def test_a_reader_finds_names_reasons_and_only_numbers_that_exist(claim: Claim) 
     assert claim.differs
     for expectation in (*claim.expect, *claim.control):
         assert claim.labels[expectation.arm] in describe(claim, expectation)
-    make = by_slope(SLOPES) if any(isinstance(e, Slope) for e in claim.expect) else by_depth
-    measured = {item.name for item in judge(claim, "cpu", results(claim, "cpu", make)).measured}
+    measured = {item.name for item in judge(claim, "cpu", results(claim, "cpu", by_theory(claim))).measured}
     assert set(claim.paper) <= measured
 
 
 @every_claim
 def test_every_death_is_tried_at_a_lower_rate_and_one_of_the_claim_for_longer(claim: Claim) -> None:
+    """A death that the source says, and nobody expects, is tried so where it can be paid for."""
     deaths = [expectation for expectation in claim.expect if isinstance(expectation, Dies)]
-    for profile in ("cpu", "gpu"):
+    for profile in ("gpu",) if claim.id == "depth-prenorm-limit" else ("cpu", "gpu"):
         roles = {(cell.arm, cell.depth, cell.role) for cell in claim.cells(profile)}  # type: ignore[arg-type]
         for arm, depth, role in roles:
             if role == "main" and any(death.arm == arm and depth >= death.at_least for death in deaths):
                 assert (arm, depth, "low-lr") in roles
-        assert not deaths or any(role == "long" for _, _, role in roles)
+    assert not deaths or any(cell.role == "long" for cell in claim.cells("gpu"))
+
+
+def runs_of(*ids: str) -> dict[str, set[str]]:
+    """Returns the runs of claims by what they are."""
+    cells = {name: CLAIMS[name].cells("cpu") for name in ids}
+    return {
+        name: {json.dumps(run_config(CLAIMS[name], cell, "r", None).numerical(), sort_keys=True) for cell in own}
+        for name, own in cells.items()
+    }
+
+
+def test_claims_share_the_runs_that_are_equal() -> None:
+    runs = runs_of(*CLAIMS)
+    trains, limit, dies = (runs[f"depth-{name}"] for name in ("deepnorm-trains", "prenorm-limit", "postnorm-dies"))
+    assert len(limit & trains) == 3 * 3 + 2 + 2 * 3 + 1  # 12, 48, 100; 200; 6 and 12 in small steps; 1000
+    assert len(dies & trains) >= 6
+    assert len(runs["depth-ablation"] & trains) == 3  # both constants, at 48 blocks
+    assert len(runs["depth-ablation"] & runs["update-bounded"]) == 13  # weights alone, SGD
+    assert len(runs["misinit-baselines"] & runs["update-bounded"]) == 3 * 3 + 2  # as many as both have at 48 blocks
+    assert len(runs["misinit-baselines"] & trains) == 3
+
+
+def test_the_thousand_blocks_have_controls_under_their_own_protocol() -> None:
+    for claim, arms in (
+        ("depth-deepnorm-trains", ["deepnorm-128"]),
+        ("depth-prenorm-limit", ["deepnorm-128", "pre-128"]),
+    ):
+        cells = [cell for cell in CLAIMS[claim].cells("cpu") if cell.arm in arms]
+        configs = [run_config(CLAIMS[claim], cell, "r", None) for cell in cells]
+        assert {(config.train.batch * config.model.context, config.train.steps) for config in configs} == {
+            (128, SMALL["train.steps"])
+        }
+        controls = {(cell.arm, cell.depth) for cell in cells if cell.role == "control"}
+        assert controls == {(arm, depth) for arm in arms for depth in (6, 12)}
+        assert max(cell.depth for cell in cells) == 1000
+
+
+def test_seeds_are_as_many_as_the_depth_allows() -> None:
+    for name in ("depth-deepnorm-trains", "depth-prenorm-limit", "grad-init-theorem"):
+        for arm, depths in CLAIMS[name].profiles["cpu"].main.items():
+            for depth, seeds in depths.items():
+                least = 3 if depth <= 100 else 2 if depth <= 200 else 1
+                assert seeds >= least, (name, arm, depth)
+
+
+@pytest.mark.parametrize(
+    ("claim", "verdict"),
+    [
+        ("depth-deepnorm-trains", "supported"),
+        ("depth-prenorm-limit", "refuted"),  # by Pre-Norm models of 200 blocks and more that train
+        ("grad-init-theorem", "supported"),
+        ("growth-prenorm", "supported"),
+        ("depth-ablation", "supported"),
+        ("misinit-baselines", "supported"),
+        ("depth-postnorm-dies", "supported"),
+        ("update-bounded", "refuted"),
+    ],
+)
+def test_what_follows_from_runs_as_theory_has_them(claim: str, verdict: str) -> None:
+    own = CLAIMS[claim]
+    judgement = judge(own, "cpu", results(own, "cpu", by_theory(own)))
+    assert judgement.verdict == verdict, judgement.headline
+    assert all(part.verdict == "supported" for part in judgement.control)
+
+
+def test_a_failure_at_a_thousand_blocks_is_the_depths_only_if_the_small_steps_train_elsewhere() -> None:
+    claim = CLAIMS["depth-deepnorm-trains"]
+
+    def make(stuck: set[int]):  # type: ignore[no-untyped-def]
+        small = by_theory(claim)
+        return lambda cell: record(0.01) if cell.arm == "deepnorm-128" and cell.depth in stuck else small(cell)
+
+    for stuck, verdict in (({1000}, "refuted"), ({12, 1000}, "inconclusive"), (set(), "supported")):
+        assert judge(claim, "cpu", results(claim, "cpu", make(stuck))).verdict == verdict
+
+
+def test_a_prenorm_model_that_dies_unchecked_leaves_the_limit_open() -> None:
+    claim = CLAIMS["depth-prenorm-limit"]
+
+    def make(cell):  # type: ignore[no-untyped-def]
+        return record(0.01) if cell.arm.startswith("pre") and cell.depth >= 200 else by_theory(claim)(cell)
+
+    judgement = judge(claim, "cpu", results(claim, "cpu", make))
+    assert judgement.verdict == "inconclusive"
+    assert "not tried at a 3x lower learning rate" in judgement.headline
+    assert judge(claim, "gpu", results(claim, "gpu", make)).verdict == "supported"
+
+
+def test_the_bars_are_those_of_the_theory() -> None:
+    post, pre = (e for e in CLAIMS["grad-init-theorem"].expect if isinstance(e, SlopeWithin))
+    assert ((post.lo, post.hi), (pre.lo, pre.hi)) == ((-0.25, 0.25), (-0.75, -0.25))
+    bars = {e.profile: (e.compare, e.side, e.bar) for e in CLAIMS["growth-prenorm"].expect if isinstance(e, Thirds)}
+    assert bars == {
+        "stream_rms": ("ratio", "above", 1.5),
+        "angle": ("ratio", "below", 0.7),
+        "removal": ("difference", "below", 0.0),
+    }
+    assert DEPTH["train.steps"] % 3 == 0 or DEPTH["train.eval_every"] * 3 <= DEPTH["train.steps"]
 
 
 def test_the_depth_claim_follows_from_runs_as_theory_has_them() -> None:

@@ -1,0 +1,108 @@
+"""The kinds of expectation a claim can have, as data; `judges` has one judging function for each.
+
+Two kinds ask whether models train. Four look at a number that runs record, over depth. Two look at an array over the
+layers of one model.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Trains:
+    """The arm trains at these depths, in every seed. `at_least` means every depth of the grid from there on."""
+
+    arm: str
+    at: tuple[int, ...] = ()
+    at_least: int | None = None
+
+
+@dataclass(frozen=True)
+class Dies:
+    """The arm is stuck or diverges at every depth from `at_least` on, in every seed, while an arm of `beside` trains.
+
+    A death counts only when it lasts at a 3x lower learning rate (over 3x the steps, else a slow run passes for a dead
+    one) and, where the profile has long cells for the arm, over 5x more steps.
+    """
+
+    arm: str
+    at_least: int
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The log-log slope over depth of a recorded quantity at one step lies above, or not above, a bar."""
+
+    arm: str
+    quantity: str
+    step: int
+    side: Literal["above", "not above"]
+    bar: float
+
+
+@dataclass(frozen=True)
+class SlopeWithin:
+    """The log-log slope over depth of a recorded quantity at one step lies from `lo` to `hi`."""
+
+    arm: str
+    quantity: str
+    step: int
+    lo: float
+    hi: float
+
+
+@dataclass(frozen=True)
+class Steeper:
+    """The arm's log-log slope over depth is more, or not more, than another's by over `by`."""
+
+    arm: str
+    than: str
+    quantity: str
+    step: int
+    by: float
+    side: Literal["more", "not more"] = "more"
+
+
+@dataclass(frozen=True)
+class Larger:
+    """The arm's quantity is over `by` times another's, as a geometric mean over the depths that both have."""
+
+    arm: str
+    than: str
+    quantity: str
+    step: int
+    by: float
+
+
+@dataclass(frozen=True)
+class Thirds:
+    """The deep third of an array over layers, compared with its shallow third at the end of training.
+
+    `ratio` is deep over shallow, `difference` is deep minus shallow; each is a mean over the layers of the third.
+    """
+
+    arm: str
+    profile: str
+    depth: int
+    compare: Literal["ratio", "difference"]
+    side: Literal["above", "below"]
+    bar: float
+
+
+@dataclass(frozen=True)
+class Along:
+    """The log-log slope of an array over the number of its layer, 1, 2, ..., lies from `lo` to `hi`."""
+
+    arm: str
+    profile: str
+    depth: int
+    when: Literal["first", "last"]  # the first time it was recorded, or the last
+    lo: float
+    hi: float
+
+
+Training = Trains | Dies
+Numeric = Slope | SlopeWithin | Steeper | Larger
+Layered = Thirds | Along
+Expectation = Training | Numeric | Layered
