@@ -10,7 +10,7 @@ that DeepNorm is well below the unigram entropy by then.
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Trains
-from normscale.claims.protocol import DEPTH, DESCRIBED, GAP, SMOKE, STEPS
+from normscale.claims.protocol import DEPTH, DESCRIBED, GAP, PILOT, SMOKE, STEPS, published
 
 CLAIM = Claim(
     id="depth-postnorm-dies",
@@ -46,12 +46,12 @@ CLAIM = Claim(
         ),
         "cpu": Profile(
             main={
-                "post": {2: 3, 6: 3, 12: 3, 24: 3, 48: 2},
+                "post": {2: 3, 6: 3, 12: 3, 24: 3},
                 "post-nowarmup": {2: 2, 6: 1, 12: 1, 24: 2},
-                "deepnorm": {2: 1, 6: 1, 12: 1, 24: 2, 48: 2, 100: 1},
-                "pre": {2: 1, 12: 1, 48: 1},
+                "deepnorm": {2: 1, 6: 3, 12: 3, 24: 3, 48: 3, 100: 3},
+                "pre": {2: 1, 12: 3, 48: 3},
             },
-            low_lr={"post": {24: 1, 48: 1}, "post-nowarmup": {24: 1}},
+            low_lr={"post": {24: 1}, "post-nowarmup": {24: 1}},
             long={"post": {24: 1}},
         ),
         "gpu": Profile(
@@ -71,13 +71,9 @@ CLAIM = Claim(
     figure="gap",
     how=f"{DESCRIBED} Only the normalisation scheme and the number of blocks change. {GAP}",
     paper={
-        "post L2 gap": "trains at 6L-6L (30 sublayers): 28.1 BLEU (Table 1)",
-        "post L24 gap": "about 4 BLEU at 10L-10L, 50 sublayers (Figure 6)",
-        "post L48 gap": "diverged at 18L-18L, 90 sublayers (Table 1)",
-        "deepnorm L24 gap": "29.8 BLEU at 10L-10L (Figure 6)",
-        "deepnorm L48 gap": "28.8 BLEU at 18L-18L (Table 1)",
-        "deepnorm L100 gap": "29.0 BLEU at 50L-50L (Table 1)",
-        "pre L48 gap": "28.1 BLEU at 18L-18L (Table 1)",
+        **published("post", 2, 24),
+        **published("deepnorm", 12, 24, 48, 100),
+        **published("pre", 12, 48),
     },
     differs=(
         "language modelling on bytes with a decoder-only model; the paper translates with encoder and decoder",
@@ -85,5 +81,7 @@ CLAIM = Claim(
         "Figure 6)",
         "width 64 instead of 512, fp32 instead of fp16, no dropout, no label smoothing",
         "runs at a 3x lower learning rate, and one over 5x the steps, stand for a search of the learning rate",
+        PILOT,
+        "fewer than three seeds: Post-Norm without warm-up at every depth (1 or 2), the others at 2 blocks (1)",
     ),
 )

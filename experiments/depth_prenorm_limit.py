@@ -12,7 +12,19 @@ it undecided until the gpu profile is run.
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Trains
-from normscale.claims.protocol import DEPTH, DESCRIBED, GAP, SMALL, SMALL_BATCH, SMALL_STEPS, SMOKE, STEPS
+from normscale.claims.protocol import (
+    DEPTH,
+    DESCRIBED,
+    GAP,
+    PILOT,
+    RATE,
+    SMALL,
+    SMALL_BATCH,
+    SMALL_STEPS,
+    SMOKE,
+    STEPS,
+    published,
+)
 
 CLAIM = Claim(
     id="depth-prenorm-limit",
@@ -64,13 +76,12 @@ CLAIM = Claim(
     figure="gap",
     how=(
         f"{DESCRIBED} Only the normalisation scheme and the number of blocks change. The models of 1000 blocks, with "
-        f"models of 6 and 12 as their control, take {SMALL_STEPS} steps of {SMALL_BATCH * 64} tokens instead. {GAP}"
+        f"models of 6 and 12 as their control, take {SMALL_STEPS} steps of {SMALL_BATCH * 64} tokens instead, with a "
+        f"learning rate that falls to 0. {GAP}"
     ),
     paper={
-        "pre L12 gap": "27.0 BLEU at 6L-6L (DeepNet, Table 1)",
-        "pre L48 gap": "28.0 BLEU at 50L-50L (DeepNet, Table 1)",
-        "pre L100 gap": "27.4 BLEU at 100L-100L, 500 sublayers (DeepNet, Table 1); 24.3 (Figure 6)",
-        "pre L200 gap": "trains with 512 sublayers (Keel, arXiv:2601.19895, Table 3)",
+        **published("pre", 12, 48, 100, 200),
+        **published("deepnorm", 12, 48, 100, 200),
         "pre-128 L1000 gap": "trains with 1024 sublayers (Keel, Table 3); this model has 2000",
     },
     differs=(
@@ -78,7 +89,11 @@ CLAIM = Claim(
         f"{STEPS} steps of 512 tokens, {SMALL_STEPS} of 128 for the deepest: what breaks later in a run is not seen",
         "trains means here that a model has begun to learn, 0.2 nats below the unigram entropy, not that its deep "
         "layers are of use",
-        "one learning rate, 1e-3, in fp32; the limit may lie elsewhere at a higher rate or in fp16",
-        "one seed at 1000 blocks and two at 200",
+        f"one learning rate, {RATE:g}, chosen by pilots with DeepNorm and Pre-Norm, in fp32; the limit may lie "
+        "elsewhere at a higher rate or in fp16",
+        "one seed at 1000 blocks and two at 200; nothing at 500",
+        "no run at a lower learning rate, so that a death at 200 or 1000 blocks could only have left the claim "
+        "undecided here; the gpu profile has such runs",
+        PILOT,
     ),
 )

@@ -23,6 +23,7 @@ from normscale.claims.protocol import (
     DEPTH,
     DESCRIBED,
     GAP,
+    PILOT,
     SLOPE_BAR,
     SMOKE,
     STEPS,
@@ -58,7 +59,7 @@ CLAIM = Claim(
         "mixln": MIXLN,
         "keel": KEEL,
         "paper-sgd": {**SGD, **PAPER, "train.optim.lr": 3e-4},
-        "mixln-sgd": {**SGD, **MIXLN, "train.optim.lr": 3e-6},
+        "mixln-sgd": {**SGD, **MIXLN, "train.optim.lr": 1e-6},
         "keel-sgd": {**SGD, **KEEL, "train.optim.lr": 1e-4},
         "paper-two": {**TWO, **PAPER},
         "torchscale-two": {**TWO, **TORCHSCALE},
@@ -75,6 +76,7 @@ CLAIM = Claim(
         "torchscale-two": "torchscale's, with encoder",
         "article-two": "the article's, with encoder",
     },
+    core=False,
     depth_keys=dict.fromkeys(TWO_STACKS, ("model.N", "model.M")),
     control=(Trains("mixln", at=(6,)),),
     expect=(
@@ -142,6 +144,7 @@ CLAIM = Claim(
         "paper",
         f"width 64 and {STEPS} steps of 512 tokens with Adam; the published baselines are language models of 130M to "
         "1B parameters",
-        "the encoder-decoder models are measured by their updates alone, not trained",
+        "the encoder-decoder models are measured by their updates alone, not trained; two seeds at 24 and 48 blocks",
+        PILOT,
     ),
 )

@@ -5,7 +5,8 @@ empirically verify it works well for Adam" (section 4.3), shown in Figure 5. The
 theorem's slope of 0 and 0.5, which the theorem gives when every parameter moves by the same amount, as under Adam.
 
 Each arm's learning rate keeps its update in the linear regime at every depth: twice the rate gives twice the update,
-within 5 % after 10 steps (Post-Norm at 96 blocks and SGD: 1.98). There the slope does not depend on the rate.
+within 5 % after 10 steps (Post-Norm at 96 blocks: 1.96 with SGD, 1.95 with Adam). There the slope does not depend on
+the rate.
 
 The theorem counts the branches' weight matrices alone. A pilot showed that the gains and biases of the norms, which no
 constant of DeepNorm shrinks, move the output by an amount that grows with the number of sublayers, so the arms
@@ -16,7 +17,7 @@ from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Slope
 from normscale.claims.protocol import SLOPE_BAR, UPDATE, UPDATE_STEP, WEIGHTS
 
-DEPTHS = {6: 3, 12: 3, 24: 3, 48: 2, 96: 2}
+DEPTHS = {6: 3, 12: 3, 24: 3, 48: 2, 96: 1}
 DEPTHS_GPU = {6: 3, 12: 3, 24: 3, 48: 3, 96: 3, 192: 3}
 ARMS = ("post-sgd", "post-adam", "deepnorm-sgd", "deepnorm-adam", "weights-sgd", "weights-adam")
 SGD, ADAM = {"train.optim.name": "sgd"}, {"train.optim.name": "adamw"}
@@ -28,7 +29,7 @@ CLAIM = Claim(
     family="signals",
     base=UPDATE,
     arms={
-        "post-sgd": {"model.scheme": "post", **SGD, "train.optim.lr": 3e-6},
+        "post-sgd": {"model.scheme": "post", **SGD, "train.optim.lr": 1e-6},
         "post-adam": {"model.scheme": "post", **ADAM, "train.optim.lr": 1e-7},
         "deepnorm-sgd": {"model.scheme": "deepnorm", **SGD, "train.optim.lr": 3e-4},
         "deepnorm-adam": {"model.scheme": "deepnorm", **ADAM, "train.optim.lr": 1e-6},
@@ -75,12 +76,13 @@ CLAIM = Claim(
         "deepnorm-adam slope at step 10": "about 0.5 (Figure 5: it rises about fourfold from 6L-6L to 100L-100L)",
     },
     differs=(
-        "decoder-only and width 64 with 4 heads; Figure 5 has encoder and decoder, width 64, 2 heads",
+        "decoder-only; Figure 5 has encoder and decoder, of the same width 64, feed-forward 128 and 2 heads",
         "10 steps at a learning rate small enough for the linear regime; the paper takes its training rate",
         "the paper shows one optimizer, Adam, although its theorem is about SGD; here both are judged",
         "the theorem lets only the weights inside the blocks move; DeepNorm without gains and biases also trains the "
-        "embedding (which is the output matrix, too) and the learned positions. At 6 blocks 76 % of its update with "
-        "SGD comes from them, and 6 % with Adam. Held fixed in a trial of one seed, they left the slopes as they "
-        "were: -0.035 instead of -0.033 with SGD, 0.48 instead of 0.46 with Adam",
+        "embedding (which is the output matrix, too) and the learned positions. In a trial with 4 heads and a "
+        "feed-forward of 256, 76 % of the update of 6 blocks came from them with SGD and 6 % with Adam; held fixed (one "
+        "seed) they left the slopes as they were: -0.035 instead of -0.033 with SGD, 0.48 instead of 0.46 with Adam",
+        "two seeds at 48 blocks and one at 96",
     ),
 )

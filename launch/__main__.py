@@ -2,12 +2,16 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch import command, local
 from normscale.arguments import Parser, refuse_unknown, run_command
 from normscale.errors import LaunchError
+
+if TYPE_CHECKING:
+    from normscale.config.load import Loaded
 
 LAUNCHERS = ("local",)
 
@@ -35,23 +39,45 @@ def _launch(words: list[str]) -> int:
     if mark == len(words):
         raise LaunchError("nothing to train; write -- and then the configuration, as in: -- configs/train/quick.yaml")
 
-    rendered = command.local(words[mark + 1 :], nproc=options.nproc, device=options.device, port=options.port)
+    args = settle_precision(words[mark + 1 :], os.environ)
+    rendered = command.local(args, nproc=options.nproc, device=options.device, port=options.port)
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
         print(rendered.shell())
         return 0
     if options.nproc == 1:
         sys.stdout.flush()
         os.execvpe(rendered.argv[0], rendered.argv, rendered.environ(os.environ))
-    check_config(words[mark + 1 :])
+    check_config(args)
     return local.run(rendered)
 
 
 def check_config(args: Sequence[str]) -> None:
     """Raises ConfigError for a mistake that would otherwise be met by every rank, seconds later."""
-    from normscale.config.load import load
+    _read(args)
+
+
+def settle_precision(args: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Returns the arguments, with `precision.compute` where the environment gives one that they leave open.
+
+    The ranks cannot settle it: what `accelerate launch` sets in their environment replaces what was in ours.
+
+    Raises:
+        ConfigError: the configuration and the environment do not agree.
+    """
+    if not args or "ACCELERATE_MIXED_PRECISION" not in environ:
+        return list(args)
+    from normscale.config.agreement import KEY, settled
+
+    loaded = _read(args)
+    agreed = settled(loaded, environ).config.precision.compute
+    return [*args] if agreed == loaded.config.precision.compute else [*args, f"{KEY}={agreed}"]
+
+
+def _read(args: Sequence[str]) -> "Loaded":
+    from normscale.config.load import read
 
     config, *overrides = [word for word in args if not word.startswith("--")] or [""]
-    load(Path(config), overrides)
+    return read(Path(config), overrides)
 
 
 if __name__ == "__main__":

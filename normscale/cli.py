@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscale.arguments import Parser, Stopped, refuse_unknown, run_command, say_error, stoppable
-from normscale.errors import BadInput, NonFiniteStop
+from normscale.errors import BadInput, NonFiniteStop, StoreError
 
 if TYPE_CHECKING:
     from normscale.config.load import Loaded
     from normscale.train.run import RunResult
 
-EPILOG = "exit codes: 0 well, 1 failed, 2 bad input, 3 stopped on non-finite values"
+EPILOG = (
+    "exit codes: 0 well, 1 failed, 2 bad input, 3 stopped on non-finite values, 130 interrupted (Ctrl-C),"
+    " 143 stopped by SIGTERM"
+)
 CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
 COMMANDS = ("train", "check", "show", "diff", "claim", "sync", "ui")
 CLAIM_COMMANDS = ("list", "run", "report")
@@ -61,7 +64,10 @@ def _run(words: list[str]) -> int:
     if rest and hasattr(options, "words") and not any(word.startswith("-") for word in rest):
         options.words += rest  # words after an option: train CONFIG --fresh key=value
     elif rest:
-        raise BadInput(f"{rest[0]}: normscale {words[0]} has no such option (see normscale {words[0]} --help)")
+        extra = next((word for word in rest if word.startswith("-")), None)
+        if extra is None:
+            raise BadInput(f"{rest[0]}: one word too many for normscale {words[0]} (see normscale {words[0]} --help)")
+        raise BadInput(f"{extra}: normscale {words[0]} has no such option (see normscale {words[0]} --help)")
     code: int = options.call(options)
     return code
 
@@ -179,7 +185,8 @@ def _train_until_stopped(options: argparse.Namespace) -> int:
     with loaded.sources.placed():
         resolve(loaded.config.model)
     if _rank() != 0:
-        return _exit_code(run(loaded.config, fresh=options.fresh))
+        with loaded.sources.placed():
+            return _exit_code(run(loaded.config, fresh=options.fresh))
     tracking = loaded.config.tracking
     if tracking.uri is not None:
         from normscale.tracking.mlflow_store import check_place
@@ -211,13 +218,18 @@ def _exit_code(result: "RunResult") -> int:
     """Returns the exit code of a run.
 
     Raises:
-        NonFiniteStop: the run stopped on a value that is not finite.
+        NonFiniteStop: the run stopped or ended on a value that is not finite, or applied no step for such values.
     """
     if result.exit_code == NonFiniteStop.exit_code:
-        where = f", first in {result.summary['bad_parameter']}" if result.summary.get("bad_parameter") else ""
-        raise NonFiniteStop(
-            f"stopped at step {result.summary.get('bad_step', '?')}: the loss or the gradient was not finite{where}"
-        )
+        summary = result.summary
+        first, steps, what = summary.get("bad_step", "?"), summary.get("steps"), "the loss or the gradient"
+        where = f", first in {summary['bad_parameter']}" if summary.get("bad_parameter") else ""
+        if steps in (None, first):
+            raise NonFiniteStop(f"stopped at step {first}: {what} was not finite{where}")
+        if summary.get("applied") == 0:
+            mend = "give it more train.steps, a smaller learning rate or, in fp16 and fp8, a smaller loss scale"
+            raise NonFiniteStop(f"none of {steps} steps was applied: {what} was never finite{where}; {mend}")
+        raise NonFiniteStop(f"{what} was not finite first at step {first}{where}; it went on to step {steps}")
     return result.exit_code
 
 
@@ -324,8 +336,14 @@ def _claim_run(options: argparse.Namespace) -> int:
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
         print("\n".join(planned(ids, options.profile, options.runs, options.workers)))
         return 0
+    uri = None if options.uri == "null" else options.uri  # as tracking.uri=null
     try:
-        return run_claims(ids, options.profile, runs=options.runs, uri=options.uri, workers=options.workers)
+        with _uri_option():
+            if uri is not None:
+                from normscale.tracking.mlflow_store import check_place
+
+                check_place(uri)  # before anything is said
+            return run_claims(ids, options.profile, runs=options.runs, uri=uri, workers=options.workers)
     except KeyboardInterrupt:
         print("finished runs are kept; the same command goes on with the others", file=sys.stderr)
         raise
@@ -347,7 +365,8 @@ def _sync(options: argparse.Namespace) -> int:
     from normscale.tracking.mlflow_store import resolve
 
     _check_folder(options.runs, "--runs", made=False)
-    report = sync(options.runs, resolve(options.uri))
+    with _uri_option():
+        report = sync(options.runs, resolve(options.uri))
     print(report)
     return 0 if report.ok else 1
 
@@ -355,7 +374,18 @@ def _sync(options: argparse.Namespace) -> int:
 def _ui(options: argparse.Namespace) -> int:
     from normscale.tracking.sink_process import ui
 
-    return ui(options.uri, options.port, options.runs)
+    with _uri_option():
+        return ui(options.uri, options.port, options.runs)
+
+
+@contextlib.contextmanager
+def _uri_option() -> Iterator[None]:
+    """Lets an error about the store name the option that gave it here, instead of the configuration's key."""
+    try:
+        yield
+    except StoreError as error:
+        said = str(error).replace("tracking.uri: ", "--uri: ", 1).replace("tracking.uri=sqlite", "--uri sqlite")
+        raise StoreError(said) from error
 
 
 def _rank() -> int:

@@ -29,7 +29,12 @@ class ConfigError(BadInput):
 
 
 class DataError(BadInput):
-    """A corpus cannot be read, is too short, or is not reachable."""
+    """A corpus cannot be read, is too short, or is not reachable. The message begins with the key at fault."""
+
+    @property
+    def key(self) -> str:
+        """The dotted key that the message is about."""
+        return str(self).partition(":")[0]
 
 
 class StoreError(BadInput):

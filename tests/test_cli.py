@@ -33,6 +33,10 @@ QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
         (["train", QUICK, "--frsh"], "--frsh"),
         (["claim", "run"], "no claim"),
         (["claim", "run", "x", "--profile", "huge"], "--profile"),
+        (["claim", "run", "update-bounded", "--uri", "foo://x"], "--uri: 'foo://x' is not the address"),
+        (["ui", "--uri", "foo://x"], "--uri: 'foo://x' is not the address"),
+        (["show", "a", "b"], "b: one word too many for normscale show"),
+        (["train", QUICK, "data.source=nowhere.txt"], "(override data.source=nowhere.txt)"),
         (["ui", "--port", "x"], "--port"),
         ([], "train|check|show|diff|claim|sync|ui"),
     ],
@@ -217,6 +221,30 @@ def test_training_and_stopping_on_non_finite_values(tmp_path: Path, capsys: pyte
     err = capsys.readouterr().err
     assert err.startswith("normscale: stopped at step 2: the loss or the gradient was not finite")
     assert err.count("\n") == 1
+    assert main(["train", QUICK, *runs, "train.optim.lr=1e30", "train.on_nonfinite=skip"]) == 3
+    err = capsys.readouterr().err
+    assert "the loss or the gradient was not finite first at step 2" in err
+    assert err.endswith("; it went on to step 3\n")
+    assert main(["train", QUICK, *runs, "precision.compute=fp16", f"precision.loss_scale.initial={2**24}"]) == 3
+    err = capsys.readouterr().err
+    assert "none of 3 steps was applied" in err
+
+
+def test_a_claim_can_be_run_without_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from normscale.claims import runner
+
+    given: list[str | None] = []
+    monkeypatch.setattr(runner, "run_claims", lambda *args, uri, **kwargs: given.append(uri) or 0)
+    monkeypatch.delenv("DRY_RUN", raising=False)
+    for uri in ("null", "sqlite:///other.db"):
+        assert main(["claim", "run", "update-bounded", "--runs", str(tmp_path / "runs"), "--uri", uri]) == 0
+    assert given == [None, "sqlite:///other.db"]
+
+
+def test_help_names_the_codes_of_signals(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "130 interrupted (Ctrl-C), 143 stopped by SIGTERM" in said
 
 
 @pytest.mark.parametrize(("words", "variable"), [(["--dry-run"], ""), ([], "1")])

@@ -4,6 +4,8 @@ Runs know nothing of claims, so that one run can serve several; `<runs>/claims/<
 """
 
 import json
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ from normscale.errors import StoreError
 from normscale.tracking.files import write_whole
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.spool import SPOOL, RunRecord, read_run
+
+_SAID: set[Path] = set()  # folders of runs whose records cannot be read
 
 
 def manifest_path(runs: Path, claim_id: str, profile: str) -> Path:
@@ -100,5 +104,12 @@ def outcomes_of(claim: Claim, results: Sequence[Result], cells: Sequence[tuple[C
 
 
 def record_of(runs: Path, run_id: str) -> RunRecord | None:
-    """Returns the record of a run, or None where it never started."""
-    return read_run(runs / run_id) if (runs / run_id / SPOOL).exists() else None
+    """Returns the record of a run, or None where it never started or cannot be read; the latter is said once."""
+    folder = runs / run_id
+    try:
+        return read_run(folder) if os.path.lexists(folder / SPOOL) else None
+    except StoreError as error:
+        if folder not in _SAID:
+            print(f"normscale: {error}; it counts as missing", file=sys.stderr, flush=True)
+        _SAID.add(folder)
+        return None

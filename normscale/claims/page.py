@@ -15,6 +15,10 @@ from normscale.tracking.record import TRAINED_NATS
 if TYPE_CHECKING:
     from normscale.claims.report import Reported
 
+WRITTEN_BEFORE = (
+    "What had to be seen was written down before the runs that judge it. Step counts and learning rates come from "
+    "pilots; where those had shown the outcome, the claim says so."
+)
 STYLE = """
 body{font:16px/1.55 system-ui,sans-serif;color:#1c1c1c;background:#fff;max-width:1000px;margin:2rem auto;padding:1rem}
 h1{font-size:1.7rem;margin-bottom:.2rem}
@@ -40,8 +44,8 @@ def page(claims: Sequence["Reported"], date: str) -> str:
     body = [
         "<h1>Which normalisation lets a Transformer train?</h1>",
         f'<p class="quiet">normscale, {escape(date)}</p>',
-        "<p>Each claim below is a statement of a paper or an article. What had to be seen was written down before the "
-        "runs; the verdict is what the numbers say. <em>Inconclusive</em> means that the runs cannot tell, "
+        f"<p>Each claim below is a statement of a paper or an article. {WRITTEN_BEFORE} The verdict is what the "
+        "numbers say. <em>Inconclusive</em> means that the runs cannot tell, "
         "<em>not run</em> that there are none (or only a smoke test).</p>",
         _table(["claim", "what it says", "verdict"], rows),
         *[_section(reported) for reported in claims],
@@ -57,7 +61,7 @@ def page(claims: Sequence["Reported"], date: str) -> str:
 
 def markdown(claims: Sequence["Reported"], date: str) -> str:
     """Returns the report as Markdown; figures are files beside it."""
-    lines = ["# Claims", "", date, "", "| claim | verdict | in numbers |", "|---|---|---|"]
+    lines = ["# Claims", "", date, "", WRITTEN_BEFORE, "", "| claim | verdict | in numbers |", "|---|---|---|"]
     for r in claims:
         told = r.judgement.headline.split(" - ", 1)[-1]
         lines.append(f"| [{r.claim.id}](#{r.claim.id}) | **{r.judgement.verdict}** | {_bar(told)} |")
@@ -66,7 +70,7 @@ def markdown(claims: Sequence["Reported"], date: str) -> str:
         lines += [f"**{r.judgement.verdict.upper()}** - {r.judgement.headline.split(' - ', 1)[-1]}", ""]
         if r.figure:
             lines += [f"![{r.claim.id}]({r.figure.name})", ""]
-        lines += [f"How: {r.claim.how}", "", "| expected before the run | verdict | runs |", "|---|---|---|"]
+        lines += [f"How: {r.claim.how}", "", "| expected before the runs | verdict | runs |", "|---|---|---|"]
         parts = [*r.judgement.parts, *r.judgement.control]
         lines += [f"| {_bar(p.expect)} | {p.verdict} | {_bar(p.detail)} |" for p in parts]
         lines += ["", "| measured | value | published |", "|---|---|---|"]
@@ -201,7 +205,7 @@ def _reading() -> str:
         f"<li><b>Trained</b>: at least {TRAINED_NATS} nats below it. <b>Stuck</b>: less than {AT_UNIGRAM} nats below "
         f"it and improving by less than {STANDSTILL} nats over the last third of the run, or creeping towards it from "
         "above. <b>Diverged</b>: not finite at its end or at any step of its last third, or a "
-        f"training loss that ends {SPIKE} nats or more above an earlier level. <b>Undecided</b>: none of these.</li>"
+        f"training loss that ends over {SPIKE} nats above an earlier level. <b>Undecided</b>: none of these.</li>"
         "<li>A run that was lost with its machine is <b>missing</b>, which is no measurement.</li>"
         "<li>Intervals are 95 % by Student's t: over seeds for means; for slopes over all runs or over the means of "
         "the depths, whichever is wider. They speak of other seeds, not of other texts.</li></ul>"

@@ -3,6 +3,7 @@
 Everything here is a pure function of records.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from normscale.claims.claim import Cell, Role, Verdict
 from normscale.claims.fit import Estimate
 from normscale.claims.state import State, state_of
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.spool import RunRecord, Series
 
 WORST_FIRST: tuple[Verdict, ...] = ("refuted", "inconclusive", "not run", "supported")
 MAIN: tuple[Role, ...] = ("main", "control")
@@ -31,12 +32,22 @@ class Result:
     def state(self) -> State:
         return state_of(self.record)
 
+    @property
+    def broke_off(self) -> bool:
+        """Whether the run stopped at a number that is not finite."""
+        return self.record is not None and (self.record.end or {}).get("outcome") == "nan"
+
     def value(self, quantity: str, step: int) -> float | None:
-        """Returns a recorded scalar at a step, or None where the run did not record it or did not finish."""
-        if self.record is None or not self.record.finished or quantity not in self.record.series:
+        """Returns a recorded scalar at a step, or None where the run did not record it or did not finish.
+
+        A run that stopped before it could, at a number that is not finite, is no missing one: its scalar is NaN.
+        """
+        if self.record is None or not self.record.finished:
             return None
-        series = self.record.series[quantity]
-        return series.values[series.steps.index(step)] if step in series.steps else None
+        series = self.record.series.get(quantity, Series())
+        if step in series.steps:
+            return series.values[series.steps.index(step)]
+        return math.nan if self.broke_off and self.record.summary.get("bad_step", -1) <= step else None
 
     def layers(self, profile: str, when: str = "last") -> NDArray[np.float64] | None:
         """Returns an array over layers as it was first or last recorded, or None as for `value`.

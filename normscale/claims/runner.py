@@ -24,10 +24,10 @@ from normscale.claims.progress import RunsProgress, time_left
 from normscale.claims.report import Written, writable, write_report
 from normscale.claims.workers import Job, Pool, cores
 from normscale.config.load import revise
-from normscale.config.schema import RunConfig
+from normscale.config.schema import RunConfig, TrackingConfig
 from normscale.errors import BadInput
 from normscale.progress import duration
-from normscale.tracking.sink_process import LOG, finish_sink, links, start_sink
+from normscale.tracking.sink_process import LOG, finish_sink, links, start_sink, ui_words
 
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
@@ -271,7 +271,10 @@ class _Sink:
         if self.uri is None:
             return []
         found = [line for claim in claims for line in links(self.runs, self.uri, claim.id, profile)]
-        return ["", *found, "`make ui` (or `normscale ui`) opens these"] if found else []
+        opens = "`make ui` (or `normscale ui`) opens these"
+        if self.uri != TrackingConfig().uri:
+            opens = f"MLflow: {ui_words(self.uri)}"
+        return ["", *found, opens] if found else []
 
 
 @contextmanager

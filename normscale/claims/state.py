@@ -10,13 +10,14 @@ from typing import Literal
 
 import numpy as np
 
-from normscale.tracking.record import TRAINED_NATS
+from normscale.tracking.record import ROUNDING, has_trained
 from normscale.tracking.spool import RunRecord, Series
 
 Label = Literal["trained", "stuck", "diverged", "undecided", "missing"]
 
 AT_UNIGRAM = 0.1
-"""Half of that: what a few thousand held-out bytes can differ in from the whole split without any learning."""
+"""Half of what it takes to have trained: a few thousand held-out bytes can differ by this from the whole split without
+any learning."""
 
 STANDSTILL = 0.02
 """A run at the unigram entropy is stuck when it improves by less than this over the last third of its steps.
@@ -25,10 +26,8 @@ One that is still above it and creeps towards it improves by a little more witho
 is stuck, too, when as many steps again at that rate, which in truth falls, would leave it within `AT_UNIGRAM`."""
 
 SPIKE = 0.5
-"""A training loss that ends this far above its lowest earlier level has spiked and not come back. Means over a sixth
-of a run differ by about 0.1 nats from one batch of text to another."""
-
-_ROUNDING = 1e-9  # a value that is meant to be exactly at a threshold must not fall to either side by rounding
+"""A training loss that ends further than this above its lowest earlier level has spiked and not come back. Means over a
+sixth of a run differ by about 0.1 nats from one batch of text to another."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,13 @@ def state_of(record: RunRecord | None) -> State:
         return State("diverged", f"not finite at step {step}, in the last third of the run", loss, gap, improved)
     if (rise := unrecovered_rise(training)) > SPIKE:
         return State("diverged", f"the training loss ends {rise:.2f} nats above where it was", loss, gap, improved)
-    if gap >= TRAINED_NATS - _ROUNDING:
+    if has_trained(gap):
         return State("trained", f"{gap:.2f} nats below the unigram entropy", loss, gap, improved)
     moving = "an unknown amount" if improved is None else f"{improved:.3f} nats"
     side = "below" if gap >= 0 else "above"
     where = f"{abs(gap):.3f} nats {side} the unigram entropy, improving by {moving} over the last third"
-    still = improved is not None and gap < AT_UNIGRAM and improved < STANDSTILL - _ROUNDING
-    creeps = improved is not None and -AT_UNIGRAM < gap < 0 and gap + 3 * improved < AT_UNIGRAM - _ROUNDING
+    still = improved is not None and gap < AT_UNIGRAM and improved < STANDSTILL - ROUNDING
+    creeps = improved is not None and -AT_UNIGRAM < gap < 0 and gap + 3 * improved < AT_UNIGRAM - ROUNDING
     return State("stuck" if still or creeps else "undecided", where, loss, gap, improved)
 
 

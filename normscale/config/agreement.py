@@ -1,8 +1,9 @@
 """One compute precision from every place that can name one; two places that disagree are an error.
 
 The order is: the configuration (its file, with `key=value` on top, which wins as it does for every key); then, where
-the configuration does not write `precision.compute`, the environment of `accelerate launch --mixed_precision` and a
-DeepSpeed configuration; then the default. No place overrules another: what is named twice must be the same.
+the configuration does not write `precision.compute`, the environment of `accelerate launch --mixed_precision` and the
+DeepSpeed configuration of its `--deepspeed_config_file`; then the default. No place overrules another: what is named
+twice must be the same.
 
 | configuration | environment | DeepSpeed | result |
 | --- | --- | --- | --- |
@@ -14,17 +15,23 @@ DeepSpeed configuration; then the default. No place overrules another: what is n
 """
 
 import itertools
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from normscale.config.load import Loaded, revise
 from normscale.config.schema import Compute, PrecisionConfig
+from normscale.config.sources import plain
 from normscale.errors import ConfigError, nearest
 
 KEY = "precision.compute"
 VARIABLE = "ACCELERATE_MIXED_PRECISION"
 WORDS: dict[str, Compute | None] = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8_e4m3"}
 """What `accelerate launch` leaves in the environment. "no" is its default, so that it asks for nothing."""
+
+DEEPSPEED_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+"""Where `accelerate launch --use_deepspeed --deepspeed_config_file` leaves the path; "none" stands for none."""
 
 SECTIONS: dict[str, Compute] = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 """The sections of a DeepSpeed configuration; the last is an old name."""
@@ -42,10 +49,11 @@ def agreed_compute(
     environ: Mapping[str, str],
     deepspeed: Mapping[str, Any] | None = None,
     deepspeed_path: str = "the DeepSpeed configuration",
-) -> Compute:
-    """Returns the one compute precision; `written` is the configuration's, None where it leaves it to the default.
+) -> Said:
+    """Returns the one compute precision and a place that names it.
 
-    "auto" and a missing section of the DeepSpeed mapping ask for nothing. One that is false forbids its precision.
+    `written` is the configuration's, None where it leaves it to the default. "auto" and a missing section of the
+    DeepSpeed mapping ask for nothing. One that is false forbids its precision.
 
     Raises:
         ConfigError: two places name different precisions, or one of them names none that exists.
@@ -59,30 +67,50 @@ def agreed_compute(
         if one.compute != other.compute:
             places = f"{one.compute} ({one.place}) but {other.compute} ({other.place})"
             raise ConfigError(f"{KEY}: {places}; give one precision, in one place")
-    agreed = said[0].compute if said else PrecisionConfig().compute
-    if said and agreed in forbidden:
-        raise ConfigError(f"{KEY}: {agreed} ({said[0].place}) but {forbidden[agreed]}; remove one of the two")
+    agreed = said[0] if said else Said(PrecisionConfig().compute, "the default")
+    if agreed.compute in forbidden:
+        places = f"{agreed.compute} ({agreed.place}) but {forbidden[agreed.compute]}"
+        raise ConfigError(f"{KEY}: {places}; remove one of the two")
     return agreed
 
 
 def settled(loaded: Loaded, environ: Mapping[str, str]) -> Loaded:
-    """Returns the configuration with the compute precision that it and the environment agree on.
+    """Returns the configuration with the compute precision that it, the environment and DeepSpeed's file agree on.
 
     Raises:
-        ConfigError: as `agreed_compute`; or the precision of the environment does not go with the rest.
+        ConfigError: as `agreed_compute`; that file cannot be read; or the precision does not go with the rest.
     """
     compute = loaded.config.precision.compute
     place = loaded.sources.place(KEY)
     if place is None and compute != PrecisionConfig().compute:  # a section that refers to another, say
         place = "the configuration"
-    agreed = agreed_compute(None if place is None else Said(compute, place), environ)
-    if agreed == compute:
+    written = None if place is None else Said(compute, place)
+    path = environ.get(DEEPSPEED_VARIABLE, "")
+    if path in ("", "none"):
+        agreed = agreed_compute(written, environ)
+    else:
+        agreed = agreed_compute(written, environ, _read_deepspeed(path), path)
+    if agreed.compute == compute:
         return loaded
     try:
-        config = revise(loaded.config, {KEY: agreed})
+        config = revise(loaded.config, {KEY: agreed.compute})
     except ConfigError as error:
-        raise ConfigError(f"{VARIABLE}={environ[VARIABLE]} in the environment: {error}", error.key) from error
+        raise ConfigError(f"{agreed.place}: {error}", error.key) from error
     return Loaded(config, loaded.sources)
+
+
+def _read_deepspeed(path: str) -> dict[str, Any]:
+    """Returns the DeepSpeed configuration that the environment names."""
+    place = f"{DEEPSPEED_VARIABLE}={plain(path, 200)} in the environment"
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be read ({error.strerror}); give a file or unset it") from error
+    except (ValueError, RecursionError) as error:  # not JSON, or not text
+        raise ConfigError(f"{place}: is not JSON ({plain(str(error))}); mend the file or unset it") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{place}: is a {type(found).__name__}, not a JSON object; mend the file or unset it")
+    return found
 
 
 def _environment(environ: Mapping[str, str]) -> Said | None:

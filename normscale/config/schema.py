@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+LARGEST_SCALE = 2.0**24  # of the loss: more helps nothing in fp16, nor does less than its inverse
 OPTION_DEPTH = 16  # levels of nesting in scheme_options and norm_options; far more than any scheme needs
 
 
@@ -26,9 +27,29 @@ def conflict(said: str, *keys: str) -> PydanticCustomError:
     return PydanticCustomError("conflict", "{said}", {"said": said, "keys": keys})
 
 
-def unused(key: str, value: object, has: str, mend: str) -> PydanticCustomError:
-    """Returns the error of a value that nothing would read because another key (`has`, as key=value) is as it is."""
-    return conflict(f"{value} would do nothing with {has}; remove it or set {mend}", key, has.partition("=")[0])
+def unused(key: str, value: object, has: str, mend: str | None) -> PydanticCustomError:
+    """Returns the error of a value that nothing would read because another key (`has`, as key=value) is as it is.
+
+    `mend` is what to set for the value to be read, None where nothing else in the configuration could change that.
+    """
+    shown = "null" if value is None else value
+    mended = f" or set {mend}" if mend else ""
+    return conflict(f"{shown} would do nothing with {has}; remove it{mended}", key, has.partition("=")[0])
+
+
+def _two_endings(value: Any) -> Any:
+    """Returns `value` unless it is a list that holds something other than two texts, which gets one line for all."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) != 2:
+        raise conflict(
+            f"two endings are wanted, of the source and of the target files, as in [en,de]; not {len(value)}"
+        )
+    if not all(isinstance(ending, str) for ending in value):
+        words = {None: "null", True: "true", False: "false"}
+        shown = ", ".join(words[x] if x is None or isinstance(x, bool) else str(x) for x in value)
+        raise conflict(f"[{shown}], as YAML reads it, is not two endings; put both in quotes, as in ['no','de']")
+    return value
 
 
 def _not_a_flag(value: Any) -> Any:
@@ -105,7 +126,7 @@ class ModelConfig(Section):
     bias: Annotated[Flag, says("linear layers have a bias")] = True
     dropout: Annotated[Share, says("share of each branch's output dropped in training")] = 0.0
     init: Annotated[Literal["xavier_normal", "xavier_uniform", "normal"], says("weight init")] = "xavier_normal"
-    init_std: Annotated[Positive, says("standard deviation, with init=normal only")] = 0.02
+    init_std: Annotated[Positive, says("deviation of matrices inside blocks, with init=normal only")] = 0.02
     init_scaled: Annotated[Flag, says("output projections drawn smaller by sqrt(sublayers), as in GPT-2")] = False
     checkpointing: Annotated[Flag, says("recompute blocks in the backward pass")] = False
     compile: Annotated[Flag, says("compile blocks, one graph per block structure")] = False
@@ -151,7 +172,9 @@ class DataConfig(Section):
     ] = "embedded"
     field: Annotated[Text, says("key of the text in JSONL lines and hub data sets")] = "text"
     languages: Annotated[
-        tuple[Text, Text] | None, says("translation only: endings of the source and target files, [en, de]")
+        tuple[Text, Text] | None,
+        BeforeValidator(_two_endings),
+        says("translation only: endings of the source and target files, [en, de]"),
     ] = None
     held_out_source: Annotated[
         Text | None, says("translation only: path of held-out files; null: a share of the lines")
@@ -167,6 +190,14 @@ class DataConfig(Section):
         if self.field != "text" and (self.source == "embedded" or self.source.endswith(".txt")):
             mend = "data.source to a .jsonl file or a hub name"
             raise unused("data.field", repr(self.field), f"data.source={self.source}", mend)
+        if self.languages is not None and self.languages[0] == self.languages[1]:
+            raise conflict(
+                f"both endings are {self.languages[0]!r}, so that each line would be its own translation; give two",
+                "data.languages",
+            )
+        if self.held_out_source is not None and self.held_out != type(self).model_fields["held_out"].default:
+            has = f"data.held_out_source={self.held_out_source}"
+            raise unused("data.held_out", self.held_out, has, "data.held_out_source=null")
         return self
 
     def check_task(self, task: TaskName) -> None:
@@ -182,11 +213,13 @@ class DataConfig(Section):
             "held_out": ("lm", "mlm", "span", "translation"),
             "max_bytes": ("lm", "mlm", "span", "translation"),
         }
+        same_topology = next(tasks for tasks in TASKS_OF.values() if task in tasks)
         for name, tasks in only.items():
             value = getattr(self, name)
             if task not in tasks and value != type(self).model_fields[name].default:
                 shown = list(value) if isinstance(value, tuple) else value
-                raise unused(f"data.{name}", shown, f"data.task={task}", f"data.task={tasks[0]}")
+                mend = next((f"data.task={other}" for other in tasks if other in same_topology), None)
+                raise unused(f"data.{name}", shown, f"data.task={task}", mend)
         if self.noise == 0 and task in ("mlm", "span"):
             raise conflict("0 hides nothing, so there would be nothing to predict; give 0.15, say", "data.noise")
         if task == "translation" and (self.languages is None or self.source == "embedded"):
@@ -279,11 +312,16 @@ class LossScaleConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> "LossScaleConfig":
         for name in ("initial", "minimum"):
-            value = getattr(self, name)
+            value, bound = getattr(self, name), LARGEST_SCALE
+            if not 1 / bound <= value <= bound:
+                raise conflict(
+                    f"{value:g} is not between 2**-24 and 2**24; give {max(1 / bound, min(bound, value)):.17g}",
+                    f"precision.loss_scale.{name}",
+                )
             if math.frexp(value)[0] != 0.5:
                 near = 2.0 ** round(math.log2(value))
                 raise conflict(
-                    f"{value:g} is not a power of two, so that scaling would round; give {near:g}",
+                    f"{value:g} is not a power of two, so that scaling would round; give {near:.17g}",
                     f"precision.loss_scale.{name}",
                 )
         for name in ("growth_steps", "minimum"):
@@ -410,7 +448,15 @@ class RunConfig(Section):
             )
         self.data.check_task(task)
         if self.model.segments and task != "mlm":
-            raise unused("model.segments", self.model.segments, f"data.task={task}", "data.task=mlm")
+            mends = ["model.M=0" if self.model.N else "model.M=0 and model.N to 1 or more"]
+            mends += ["data.task=mlm"] if self.data.task else []
+            raise unused("model.segments", self.model.segments, f"data.task={task}", " and ".join(mends))
+        if task == "span" and self.model.context < 3:
+            raise conflict(
+                f"{self.model.context} is too short for data.task=span: the target is a sentinel, the hidden token and"
+                " the end; give 3 or more",
+                "model.context",
+            )
         if self.precision.compute in SCALED and self.model.compile:
             raise conflict(
                 f"{self.precision.compute} products are rounded one by one and cannot be compiled;"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from normscale.errors import ConfigError
+from normscale.errors import ConfigError, DataError
 
 # YAML 1.1 reads 010 as eight and 1:30 as ninety; nobody who writes them in a configuration means that.
 _ODD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-9_.]+)+)")
@@ -60,7 +60,7 @@ class Sources:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Adds the place to a ConfigError raised inside that says which key it is about (its attribute `key`)."""
+        """Adds the place to an error raised inside that says which key it is about (its attribute `key`)."""
         try:
             yield
         except ConfigError as error:
@@ -68,6 +68,8 @@ class Sources:
             if not place:
                 raise
             raise ConfigError(f"{error}{place}", error.key) from error
+        except DataError as error:
+            raise DataError(f"{error}{self.where(error.key)}") from error
 
     def note(self, node: Any, place: Callable[[Any], str], prefix: str = "") -> None:
         """Notes the place of every key below a YAML node; `place` says it for the node of one key.

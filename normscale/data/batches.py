@@ -97,9 +97,13 @@ def unigram_of(task: Task, held_out: list[MicroBatch]) -> float:
     A few small batches differ from the whole split by several hundredths of a nat, which a comparison with a loss that
     was measured on them must not contain.
     """
-    targets = np.concatenate([x.targets_BT[x.targets_BT != IGNORE].numpy() for x in held_out])
+    counted = [x.targets_BT != IGNORE for x in held_out]
+    targets = np.concatenate([x.targets_BT[keep].numpy() for x, keep in zip(held_out, counted, strict=True)])
+    positions = np.concatenate([keep.nonzero()[:, 1].numpy() for keep in counted])
     seen = task.frequencies + 1.0
-    return float(-np.log(seen / seen.sum())[targets].mean())
+    nats = -np.log(seen / seen.sum(axis=-1, keepdims=True))
+    nats_TV = np.broadcast_to(nats, (held_out[0].targets_BT.shape[1], task.vocab))
+    return float(nats_TV[positions, targets].mean())
 
 
 def too_few(samples: int, batch: int, key: str = "train.batch", split: str = "") -> DataError:

@@ -8,13 +8,13 @@ import gzip
 import os
 import zlib
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from normscale.config.sources import plain
-from normscale.data.local import shown, suggest
-from normscale.errors import DataError
+from normscale.data.local import MAX_COMPARED, MAX_NAME, shown, suggest
+from normscale.errors import DataError, nearest
 
 
 class Pair(NamedTuple):
@@ -31,6 +31,12 @@ def files_of(base: str, languages: tuple[str, str], key: str = "data.source") ->
     Raises:
         DataError: one is not there. `key` is where the configuration says `base`.
     """
+    for ending in (f".{language}{packed}" for language in languages for packed in ("", ".gz")):
+        if base.endswith(ending) and os.path.isfile(os.path.expanduser(base)):
+            raise DataError(
+                f"{key}: {shown(base)} is one of the files; drop its ending, {ending!r}: {key} is the path before the"
+                " endings of both, which data.languages gives"
+            )
     source, target = (_file(base, language, key) for language in languages)
     return source, target
 
@@ -61,11 +67,26 @@ def _file(base: str, language: str, key: str) -> Path:
     for path in (plain_path, packed_path):
         if os.path.isfile(path):
             return path
-    missing = shown(f"{base}.{language}")
-    raise DataError(
-        f"{key}: neither {missing} nor the same with .gz is a file{suggest(plain_path)}; {key} is the path before the"
-        f" ending, and data.languages the two endings"
-    )
+    missing, meaning = shown(f"{base}.{language}"), f"{key} is the path before the ending, and data.languages the two"
+    for path, ending in ((plain_path, ""), (packed_path, ".gz")):
+        if os.path.exists(path):
+            what = "a folder" if os.path.isdir(path) else "not a regular file"
+            raise DataError(f"{key}: {shown(f'{base}.{language}{ending}')} is {what}; {meaning} endings of files")
+    near = suggest(plain_path) if os.path.islink(plain_path) else _near(plain_path, language)
+    raise DataError(f"{key}: neither {missing} nor the same with .gz is a file{near}; {meaning} endings")
+
+
+def _near(path: Path, language: str) -> str:
+    """Returns the nearest name beside a path that is not there, of those of this language; the other side is no mend.
+
+    Of very many or very long names only some are looked at.
+    """
+    try:
+        names = os.listdir(path.parent)
+    except (OSError, ValueError):
+        return ""
+    fit = (name for name in names if name.removesuffix(".gz").endswith(f".{language}") and len(name) <= MAX_NAME)
+    return nearest(path.name[:MAX_NAME], list(islice(fit, MAX_COMPARED)))
 
 
 def _lines(path: Path, key: str) -> Iterator[bytes]:

@@ -78,8 +78,9 @@ class Task:
     Attributes:
         vocab: number of different tokens, special ones included.
         digest: of everything that samples are made from but the configuration.
-        frequencies: how often each token is a target in training [vocab]; what a model reaches that knows these alone
-            is the unigram entropy.
+        frequencies: how often each token is a target in training, up to a factor: [vocab], or [T, vocab] by position
+            where the position alone says much of the target. What a model reaches that knows these alone is the
+            unigram entropy.
     """
 
     name: TaskName

@@ -84,9 +84,15 @@ def sparkline(values: ArrayLike, look: Look, width: int, span: tuple[float, floa
         if not math.isfinite(value):
             line += look.bad
             continue
-        share = 0.5 if not high > low else (value - low) / (high - low)
-        line += look.bars[min(len(look.bars) - 1, max(0, int(share * len(look.bars))))]
+        share = _share(value, low, high) if high > low else 0.5
+        line += look.bars[min(len(look.bars) - 1, int(share * len(look.bars)))]
     return line
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Returns how far from low to high a value lies, from 0 to 1; none is so large that it overflows."""
+    value = min(high, max(low, value))
+    return (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
 
 
 def log_span(low: float, high: float) -> bool:
@@ -153,8 +159,8 @@ class Plot:
         columns, rows = self.columns * across, self.height * down
         width = self.x[1] - self.x[0] or 1.0
         column = round((x - self.x[0]) / width * (columns - 1))
-        row = round((self.y[1] - y) / (self.y[1] - self.y[0]) * (rows - 1))
-        return min(rows - 1, max(0, row)), min(columns - 1, max(0, column))
+        row = round((1 - _share(y, *self.y)) * (rows - 1))
+        return row, min(columns - 1, max(0, column))
 
     def _cell(self, dots: NDArray[np.bool_]) -> str:
         if not self.look.unicode:

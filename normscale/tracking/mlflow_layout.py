@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from normscale.tracking.manifest import Cell, Manifest
-from normscale.tracking.record import QUANTITIES, TRAINED_NATS
+from normscale.tracking.record import QUANTITIES, TRAINED_NATS, has_trained
 from normscale.tracking.spool import RunRecord, Series
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
@@ -106,9 +106,9 @@ def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:
     if ended != "finished":
         return ended
     gap = record.summary.get("gap")
-    if not isinstance(gap, int | float) or not math.isfinite(gap) or gap < -TRAINED_NATS:
+    if not isinstance(gap, int | float) or not math.isfinite(gap) or gap <= -TRAINED_NATS:
         return "diverged"
-    return "trained" if gap > TRAINED_NATS else "plateau"
+    return "trained" if has_trained(gap) else "plateau"
 
 
 def status(record: RunRecord, alive: bool) -> str:

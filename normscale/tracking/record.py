@@ -93,7 +93,16 @@ quantity("applied", "steps", "first", "8-opt/applied", "optimizer steps applied 
 
 TRAINED_NATS = 0.2
 """A run has trained when its held-out loss is this far below the unigram entropy. Knowing the byte before is worth
-about 0.7 nats on English and on source text, so 0.2 takes context, and no sampling of the held-out text gives it."""
+about 0.7 nats on English and on source text, so 0.2 takes context, and no sampling of the held-out text gives it.
+Where the position alone is worth more (span corruption), the unigram entropy is that of each position."""
+
+ROUNDING = 1e-9  # a value that is meant to be exactly at a threshold must not fall to either side by rounding
+
+
+def has_trained(gap: float) -> bool:
+    """Returns whether a run whose held-out loss ends this far below the unigram entropy has trained."""
+    return gap >= TRAINED_NATS - ROUNDING
+
 
 # Arrays over depth, in the `profile` records; rows are named in the start record (`rows`).
 PROFILES: dict[str, str] = {

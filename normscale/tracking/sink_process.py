@@ -158,10 +158,11 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
             reason = getattr(error, "strerror", None) or error
             raise StoreError(f"port {port}: cannot be used ({reason}); choose another with --port") from None
     print(f"starting the MLflow UI of {path} (some ten seconds) ...", flush=True)
-    # In a session of its own, Ctrl-C reaches this process alone, which ends the server without its traceback.
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    server = None
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        # In a session of its own, Ctrl-C reaches this process alone, which ends the server without its traceback.
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         if wait_for_health(port, _UI_START_S, lambda: server.poll() is None):
             print(f"open     http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning")
             for entry in sink_state.load(Path(runs) / sink_state.CLAIMS_FILE, resolve(uri)).values() if runs else ():
@@ -172,7 +173,7 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
         return 0
     finally:
         signal.signal(signal.SIGTERM, before)
-        if server.poll() is None:
+        if server is not None and server.poll() is None:
             server.terminate()
             server.wait()
 

@@ -45,6 +45,7 @@ class SpoolWriter:
         self.path = self.run_dir / SPOOL
         self.attempt = attempt
         self.lost = 0
+        self.last = 0  # the newest step whose metrics were written
         self.gone: str | None = None  # why the end record is not in the run's folder, once `end` was called
         self._warned = False
         self._lock: int | None = None
@@ -158,6 +159,8 @@ class SpoolWriter:
             self._torn = self._torn or written > 0
             raise
         self._torn = False
+        if record["kind"] == "metrics":
+            self.last = record["step"]
 
 
 @dataclass
@@ -184,7 +187,8 @@ class RunRecord:
     """Everything the spool of a run says, newest attempt first.
 
     `attempt` is the newest attempt, `first_attempt` the oldest whose records count (a restart from step 0 drops all
-    before it), `torn` the number of unreadable lines.
+    before it), `torn` the number of unreadable lines, `reached` {attempt: its last step with metrics} of those that
+    count and whose start is there.
     """
 
     run_dir: Path
@@ -197,6 +201,7 @@ class RunRecord:
     attempt: int
     first_attempt: int = 1
     torn: int = 0
+    reached: dict[int, int] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -239,7 +244,8 @@ def read_run(run_dir: Path) -> RunRecord:
     events = _events(kept)
     run_id = str(start.get("run_id") or run_dir.name)
     series, profiles = _series(kept), _profiles(kept)
-    return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn)
+    reached = _reached(kept)
+    return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn, reached)
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -374,6 +380,16 @@ def _is_numeric(key: str) -> bool:
     counts = ("unigram_nats", "steps", "seconds", "train_seconds", "graphs")
     speed = ("flops_per_step", "tflops_s", "peak_flops")
     return key in QUANTITIES or key in counts or key in speed or key.startswith("update@")
+
+
+def _reached(records: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Returns {attempt: its last step with metrics}, of attempts whose start is there, too."""
+    reached = {record["attempt"]: 0 for record in records if record["kind"] == "start"}
+    for record in records:
+        attempt = record["attempt"]
+        if record["kind"] == "metrics" and attempt in reached:
+            reached[attempt] = max(reached[attempt], record["step"])
+    return reached
 
 
 def _series(records: Sequence[dict[str, Any]]) -> dict[str, Series]:

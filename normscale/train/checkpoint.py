@@ -12,6 +12,7 @@ over.
 An engine that shards weights would list a shard in each rank's file; that is another format, with another number.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -44,11 +45,15 @@ is this rank's and holds tensors only; all else is the same on every rank."""
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that can be used: where it lies, the steps it was made after, and what it holds."""
+    """A checkpoint that can be used: where it lies, the steps it was made after, and what it holds.
+
+    `records` are the attempts that led to it, each with its last step with metrics at that time.
+    """
 
     path: Path
     step: int
     state: State
+    records: tuple[tuple[int, int], ...] = ()
 
 
 class Unusable(Exception):
@@ -67,26 +72,29 @@ class Checkpoints:
     def __init__(self, run_dir: Path, identity: str, engine: Engine, keep: int) -> None:
         self.root, self.identity, self.engine, self.keep = run_dir / FOLDER, identity, engine, keep
         self._passed_over: set[int] = set()
+        self._records: tuple[tuple[int, int], ...] = ()  # of the attempts that this one goes on from
 
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint made after `step`."""
         return self.root / f"step-{step:08d}"
 
-    def save(self, step: int, attempt: int, state: State) -> str | None:
+    def save(self, step: int, attempt: int, last: int, state: State) -> str | None:
         """Writes a checkpoint, then removes those that are no longer kept; returns why it could not, or None.
 
-        Whatever fails, the checkpoints that were there stay.
+        `last` is the newest step with metrics of this attempt. Whatever fails, the checkpoints that were there stay.
         """
         part = self.root / (self.path(step).name + PART)
         tensors, plain = split(state)
         if self.engine.rank:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{OWN}/")}
         index = {"format": FORMAT, "identity": self.identity, "run": self.root.parent.name, "step": step}
-        index |= {"attempt": attempt, "world": self.engine.world, "plain": _strict(plain)}
+        index |= {"records": [*self._records, (attempt, last)], "world": self.engine.world, "plain": _strict(plain)}
 
         def prepare() -> None:
+            if os.path.lexists(self.root) and not self.root.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{self.root} is not a folder; move it away")
             for stale in self.root.glob(f"*{PART}"):
-                shutil.rmtree(stale)
+                _remove(stale)
             part.mkdir(parents=True)
 
         failed = (
@@ -95,15 +103,17 @@ class Checkpoints:
             or self._all((lambda: self._finish(part, index)) if self.engine.rank == 0 else None)
         )
         if failed and self.engine.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
+            with suppress(OSError):
+                _remove(part)
         return failed
 
     def newest(
-        self, attempts: range, wanted: State, late: Mapping[str, Tensor], tell: Callable[[Path, str], None]
+        self, reached: Mapping[int, int], wanted: State, late: Mapping[str, Tensor], tell: Callable[[Path, str], None]
     ) -> Found | None:
         """Returns the newest checkpoint that every rank can use, or None; `tell` gets each one passed over, and why.
 
-        `attempts` are those whose records count: weights that go on from others would leave a gap in the records.
+        `reached` {attempt: its last step with metrics} is of the attempts whose records are at hand: weights that go on
+        from others would leave a gap in the records.
         `wanted` is the state at hand, whose names, types and shapes a checkpoint must have; `late` names the tensors
         that it may have besides. Rank 0 says which ones there are.
         """
@@ -114,22 +124,28 @@ class Checkpoints:
         while step := self.engine.count(next(steps, 0)):
             found = reason = None
             try:
-                found = self._read(step, attempts)
+                found = self._read(step, reached)
                 _check_fit(found.state, wanted, late)
             except Unusable as error:
                 reason = str(error)
             if not self.engine.count(int(reason is not None)):
+                self._records = found.records if found is not None else ()
                 return found
             self._passed_over.add(step)
             if self.engine.rank == 0:
                 tell(self.path(step), reason or "another rank cannot use it")
         return None
 
-    def clear(self) -> None:
-        """Removes all checkpoints, for a run that begins anew."""
+    def pass_over(self) -> None:
+        """Passes over all that are there, for a run that begins anew; its first own checkpoint removes them."""
+        self._passed_over.update(self._steps())
+
+    def clean(self) -> None:
+        """Removes what was passed over, for a run that has ended."""
         if self.engine.rank == 0:
-            shutil.rmtree(self.root, ignore_errors=True)  # of what stays, `attempts` tells that it is not to be used
-        self.engine.count(0)  # no rank goes on before
+            for step in self._passed_over.intersection(self._steps()):
+                with suppress(OSError):  # the records tell that it is not to be used
+                    _remove(self.path(step))
 
     def _all(self, stage: Callable[[], None] | None) -> str | None:
         """Runs one stage of writing and waits for the other ranks; returns why it failed on any of them, or None."""
@@ -157,15 +173,15 @@ class Checkpoints:
             (part / name).write_bytes(data)
             _sync(part / name)
         _sync(part)
-        if self.path(step).exists():  # it was passed over
-            shutil.rmtree(self.path(step))
+        _remove(self.path(step))  # it was passed over
         os.replace(part, self.path(step))
         _sync(self.root)
         self._passed_over.discard(step)
         # What lies ahead of this step was passed over, too, or this run would have gone on from there.
         kept = [other for other in self._steps() if other <= step and other not in self._passed_over]
         for other in set(self._steps()) - set(kept[: self.keep]):
-            shutil.rmtree(self.path(other), ignore_errors=True)
+            with suppress(OSError):
+                _remove(self.path(other))
 
     def _steps(self) -> list[int]:
         """Returns the steps of the checkpoints that are there, usable or not, newest first."""
@@ -174,7 +190,7 @@ class Checkpoints:
             return sorted((int(match[1]) for match in found if match and int(match[1])), reverse=True)
         return []
 
-    def _read(self, step: int, attempts: range) -> Found:
+    def _read(self, step: int, reached: Mapping[int, int]) -> Found:
         """Returns a checkpoint, each byte of which was looked at.
 
         Raises:
@@ -188,18 +204,19 @@ class Checkpoints:
             if hashlib.sha256(text).hexdigest().encode() != read_regular(path / COMPLETE):
                 raise Unusable(f"{INDEX} is not what was written")
             index = json.loads(text, object_hook=_number)
-            self._check_origin(index, step, attempts)
+            self._check_origin(index, step, reached)
             tensors = self._tensors(path, index, rank=0)
             if self.engine.rank:
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{OWN}/")}
                 tensors |= self._tensors(path, index, self.engine.rank)
-            return Found(path, step, join(tensors, index["plain"]))
+            records = tuple((attempt, last) for attempt, last in index["records"])
+            return Found(path, step, join(tensors, index["plain"]), records)
         except OSError as error:
             raise Unusable(f"{Path(error.filename or path).name} cannot be read ({error.strerror})") from None
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Unusable(f"it is not of the format that this version reads ({type(error).__name__})") from None
 
-    def _check_origin(self, index: Mapping[str, Any], step: int, attempts: range) -> None:
+    def _check_origin(self, index: Mapping[str, Any], step: int, reached: Mapping[int, int]) -> None:
         if index["format"] != FORMAT:
             raise Unusable(f"its format has the number {index['format']}, this version reads {FORMAT}")
         if index["world"] != self.engine.world:
@@ -210,7 +227,7 @@ class Checkpoints:
             raise Unusable(f"it is of another run ({index['run']})")
         if index["step"] != step:
             raise Unusable(f"it was made after step {index['step']}")
-        if self.engine.rank == 0 and index["attempt"] not in attempts:
+        if self.engine.rank == 0 and any(reached.get(attempt, -1) < last for attempt, last in index["records"]):
             raise Unusable("the records of the steps before it are gone")
 
     def _tensors(self, path: Path, index: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
@@ -280,6 +297,14 @@ def _check_fit(found: State, wanted: State, late: Mapping[str, Tensor]) -> None:
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder with all in it, or whatever else has its name. It is not opened: a pipe would wait for ever."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _described(path: Path) -> dict[str, Any]:

@@ -51,7 +51,11 @@ OnResume = Callable[[int, Path], None]
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended; `exit_code` is 0 well, 3 stopped on non-finite values."""
+    """How a run ended; `exit_code` is 0 well, 3 not finite.
+
+    A run ends as not finite, too, if none of its steps was applied, as where fp16's loss scale never came down far
+    enough: its weights are those it began with, so its losses say nothing, however finite.
+    """
 
     run_id: str
     run_dir: Path
@@ -133,6 +137,7 @@ def _run(
             on_resume(step, found.path)
         found = None  # a second copy of the weights
         outcome = session.train(recorder, checkpoints, on_step)
+        checkpoints.clean()
         code = NonFiniteStop.exit_code if outcome == "nan" else 0
         summary = session.summary()
     except KeyboardInterrupt as error:
@@ -246,7 +251,7 @@ class _Session:
                 return "nan"
             if every and (step % every == 0 or step == train.steps):
                 started += self.save(step, recorder, checkpoints)
-        return "finished" if math.isfinite(self.loss_val) else "nan"
+        return "finished" if math.isfinite(self.loss_val) and self.trainer.applied else "nan"
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
         """Records the held-out loss and its distance to the unigram entropy of the same batches."""
@@ -258,7 +263,7 @@ class _Session:
         """Writes a checkpoint; returns the seconds it took. If it cannot be written, training goes on without it."""
         begun = time.perf_counter()
         recorder.sync()  # a checkpoint must not be ahead of the records
-        if failed := checkpoints.save(step, recorder.attempt, self.state_dict()):
+        if failed := checkpoints.save(step, recorder.attempt, recorder.last, self.state_dict()):
             recorder.event(step, "checkpoint_failed", reason=failed)
             if self.engine.rank == 0 and not self._warned:
                 message = f"normscale: {checkpoints.path(step)}: the checkpoint could not be written ({failed})"
@@ -285,6 +290,8 @@ class _Session:
         """Returns the fields of the end record's summary."""
         trainer = self.trainer
         bad_step, bad_layer, bad_parameter = trainer.first_bad or (-1, -1, None)
+        if bad_step < 0 and not trainer.applied:  # each was put down to the loss scale
+            bad_step = 1
         gradient = trainer.last_profiles.get("grad_norm")
         return {
             "loss_val": self.loss_val,
@@ -319,7 +326,7 @@ def _compiler_failed(error: Exception) -> str:
 class _Silent:
     """The recorder of every rank but the first."""
 
-    lost = attempt = 0
+    lost = attempt = last = 0
     gone: str | None = None
 
     def sync(self) -> None: ...
@@ -442,13 +449,11 @@ def _found(
         print(f"normscale: {path}: passed over: {reason}", file=sys.stderr, flush=True)
 
     if fresh:
-        checkpoints.clear()
+        checkpoints.pass_over()
         return None, passed_over
-    attempts = range(0)
-    if isinstance(recorder, SpoolWriter):
-        attempts = range(read_run(recorder.run_dir).first_attempt, recorder.attempt)
+    reached = read_run(recorder.run_dir).reached if isinstance(recorder, SpoolWriter) else {}
     late = {f"trainer/{name}": tensor for name, tensor in session.trainer.late_state().items()}
-    found = checkpoints.newest(attempts, session.state_dict(), late, tell)
+    found = checkpoints.newest(reached, session.state_dict(), late, tell)
     if passed_over and found is None:
         line = f"normscale: {checkpoints.root}: no checkpoint can be used; training starts at step 0"
         print(line, file=sys.stderr, flush=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from normscale.config.schema import LossScaleConfig
+from normscale.config.schema import LARGEST_SCALE, LossScaleConfig
 
-LARGEST = 2.0**24  # growth ends here: more helps nothing in fp16, and where nothing overflows it would never end
+LARGEST = LARGEST_SCALE  # growth ends here: where nothing overflows it would never end
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def by_slope(slopes: dict[str, float]) -> Any:
     """Returns a maker of update records that grow with depth by the arm's slope."""
 
     def make(cell: Cell) -> RunRecord:
-        update = 1e-4 * cell.depth ** slopes[cell.arm] * (1.05, 0.95, 1.0)[cell.seed]
+        update = 1e-4 * cell.depth ** slopes[cell.arm] * (1.0, 1.04, 0.96)[cell.seed]
         return record(updates={1: update / 10, 10: update}, steps=12)
 
     return make

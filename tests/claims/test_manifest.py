@@ -43,6 +43,21 @@ def test_results_are_read_from_the_runs_folder_and_missing_ones_are_none(tmp_pat
     assert outcomes_of(claim, found, cells) == {"run-0": "trained"}
 
 
+def test_records_that_cannot_be_read_are_missing_and_that_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = depth_claim()
+    cells = [(cell, f"run-{number}") for number, cell in enumerate(claim.cells("cpu"))]
+    write(tmp_path, "run-0", by_depth(cells[0][0]), {})
+    (tmp_path / "run-1" / "spool.jsonl").mkdir(parents=True)
+    for _ in range(2):
+        assert [result.state.label for result in results_of(tmp_path, cells)][:3] == ["trained", "missing", "missing"]
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "run-1/spool.jsonl: cannot be read" in error
+    assert error.endswith("it counts as missing\n")
+
+
 def test_what_became_of_the_runs_in_the_sinks_words() -> None:
     claim = depth_claim()
     made = iter([record(0.8), record(0.0), record(0.15), record(0.0, outcome="nan"), record(0.0, outcome="error")])

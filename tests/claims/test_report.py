@@ -86,8 +86,16 @@ def test_the_page_is_one_file_that_tells_the_whole_story(tmp_path: Path) -> None
     assert all(str(link).startswith(("data:image/png;base64,", "#")) for link in links)
     for wanted in (UPDATE.says, UPDATE.how, UPDATE.source, *UPDATE.differs, "0.51 (0.4", "fourfold"):
         assert wanted in page.text
-    for wanted in ("make claim CLAIM=update-bounded PROFILE=cpu", "L0096 deepnorm-adam s1", "torch 2.13.0", "NOT RUN"):
+    for wanted in ("make claim CLAIM=update-bounded PROFILE=cpu", "L0096 deepnorm-adam s0", "torch 2.13.0", "NOT RUN"):
         assert wanted in page.text
+
+
+def test_the_report_says_what_was_fixed_before_the_runs_and_what_spiked_means(tmp_path: Path) -> None:
+    written = write_report(tmp_path / "runs", [DEPTH], reports=tmp_path / "reports")
+    page, text = Tags(written.page.read_text()).text, (written.folder / "report.md").read_text()
+    for told in (page, text):
+        assert "written down before the runs that judge it. Step counts and learning rates come from pilots" in told
+    assert "a training loss that ends over 0.5 nats above an earlier level" in page  # 0.5 itself is not over it
 
 
 def test_html_is_escaped(tmp_path: Path) -> None:

@@ -128,6 +128,22 @@ def test_bad_input_starts_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatc
     assert not (checkout / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("sqlite:///mlflow.db", ["", "link", "`make ui` (or `normscale ui`) opens these"]),
+        ("sqlite:///other.db", ["", "link", "MLflow: normscale ui --uri sqlite:///other.db"]),
+        (None, []),
+    ],
+)
+def test_the_last_line_names_the_command_that_opens_the_store(
+    uri: str | None, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "links", lambda *_: ["link"])
+    claim = next(claim for claim in runner.list_claims() if claim.id == "update-bounded")
+    assert runner._Sink(Path("runs"), uri).links([claim], "cpu") == says
+
+
 def test_gpus_are_hidden_from_the_cpu_profile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with runner._devices("cpu"):

@@ -123,6 +123,70 @@ def test_where_nothing_trains_the_protocol_is_to_blame_for_the_deaths() -> None:
     assert "DeepNorm is stuck (gap 0.01 nats) at 48 blocks; inconclusive: at 48 blocks no other" in judgement.headline
 
 
+@pytest.mark.parametrize(
+    ("deepnorm", "made", "says"),
+    [
+        ({24: 2, 48: 1}, STUCK, "no other scheme trains either"),
+        ({24: 2, 48: 1}, UNDECIDED, "no other scheme trains either"),
+        ({24: 2, 48: 1}, None, "no other scheme is seen to train: DeepNorm has a run missing"),
+        ({24: 2}, STUCK, "no other scheme is seen to train: DeepNorm was not run there"),
+    ],
+)
+def test_schemes_that_were_not_run_are_not_said_to_have_failed(
+    deepnorm: dict[int, int], made: RunRecord | None, says: str
+) -> None:
+    grid = {"post": {2: 1, 24: 3, 48: 1}, "deepnorm": deepnorm}
+    claim = depth_claim(profiles={"cpu": Profile(grid, {"post": {24: 1, 48: 1}})})
+    make = but(lambda cell: cell.arm == "deepnorm" and cell.depth == 48, made)
+    dies = judge(claim, "cpu", results(claim, "cpu", make)).parts[0]
+    assert (dies.verdict, dies.brief) == ("inconclusive", f"at 48 blocks {says}")
+
+
+@pytest.mark.parametrize(
+    ("pre", "brief"),
+    [
+        ({2: [TRAINED, TRAINED]}, ""),
+        ({2: [TRAINED, None]}, "no other scheme is seen to train: Pre-Norm has a run missing"),
+        ({2: [STUCK, None]}, "no other scheme trains either"),  # one that failed is enough
+    ],
+)
+def test_one_scheme_that_trains_is_enough(pre: dict[int, list[RunRecord | None]], brief: str) -> None:
+    arms = {arm: {"model.scheme": arm} for arm in ("post", "deepnorm", "pre")}
+    claim = depth_claim(
+        arms=arms,
+        labels={"post": "Post-Norm", "deepnorm": "DeepNorm", "pre": "Pre-Norm"},
+        profiles={"cpu": Profile({"post": {2: 1}, "deepnorm": {2: 1}, "pre": {2: 2}}, {"post": {2: 1}})},
+        control=(),
+        expect=(Dies("post", at_least=2, beside=("deepnorm", "pre")),),
+    )
+
+    def make(cell: Cell) -> RunRecord | None:
+        return pre[2][cell.seed] if cell.arm == "pre" else STUCK
+
+    part = judge(claim, "cpu", results(claim, "cpu", make)).parts[0]
+    assert part.verdict == ("inconclusive" if brief else "supported")
+    if brief:
+        assert part.brief == f"at 2 blocks {brief}"
+
+
+def test_the_runs_at_a_lower_rate_stand_with_their_depth() -> None:
+    dies = verdict_of(as_expected).parts[0]
+    assert [line.split(": ")[0] for line in dies.detail.split("; ")] == [
+        "24 blocks",
+        "lr/3, 24 blocks",
+        "48 blocks",
+        "lr/3, 48 blocks",
+        "5x steps",
+    ]
+
+
+def test_an_expectation_that_was_not_run_leaves_a_claim_undecided() -> None:
+    claim = depth_claim(control=(), expect=(Trains("post", at=(2,)), Trains("deepnorm", at=(96,))))
+    judgement = judge(claim, "cpu", results(claim, "cpu", as_expected))
+    assert [part.verdict for part in judgement.parts] == ["supported", "not run"]
+    assert judgement.verdict == "inconclusive"
+
+
 def test_a_missing_run_is_no_measurement_and_none_at_all_is_not_run() -> None:
     judgement = verdict_of(but(lambda cell: cell.arm == "deepnorm" and cell.depth == 48, None))
     assert judgement.verdict == "inconclusive"
@@ -207,8 +271,13 @@ def test_a_slope_counts_when_its_whole_interval_is_on_one_side(side: str, slope:
 
 
 def test_an_interval_that_ends_at_the_bar_is_not_above_it() -> None:
-    hi = {item.name: item.hi for item in slope_verdict("above", 0.25, 0.2).measured}["post slope at step 10"]
+    item = {item.name: item for item in slope_verdict("above", 0.25, 0.2).measured}["post slope at step 10"]
+    lo, hi = item.lo, item.hi
+    assert lo is not None
     assert hi is not None
+    assert slope_verdict("above", lo, 0.2).verdict == "inconclusive"
+    assert slope_verdict("above", lo - 1e-6, 0.2).verdict == "supported"
+    assert slope_verdict("not above", lo, 0.2).verdict == "inconclusive"
     assert slope_verdict("not above", hi, 0.2).verdict == "supported"
     assert slope_verdict("above", hi, 0.2).verdict == "refuted"
     assert slope_verdict("not above", hi - 1e-6, 0.2).verdict == "inconclusive"

@@ -10,6 +10,7 @@ from normscale.cli import main
 from normscale.config.agreement import Said, agreed_compute, settled
 from normscale.config.load import read
 from normscale.errors import ConfigError
+from normscale.tracking.spool import read_run
 
 CLI = Said("bf16", "override precision.compute=bf16")
 YAML = Said("bf16", "run.yaml:12")
@@ -40,7 +41,7 @@ def env(word: str) -> dict[str, str]:
 def test_places_that_agree(
     written: Said | None, environ: dict[str, str], deepspeed: Mapping[str, Any] | None, result: str
 ) -> None:
-    assert agreed_compute(written, environ, deepspeed, "ds.json") == result
+    assert agreed_compute(written, environ, deepspeed, "ds.json").compute == result
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,67 @@ def test_an_environment_that_does_not_go_with_the_rest_is_named(tmp_path: Path) 
     loaded = read(written(tmp_path, "precision:\n  tf32: true\n"))
     with pytest.raises(ConfigError, match=r"ACCELERATE_MIXED_PRECISION=bf16 in the environment: precision.tf32"):
         settled(loaded, env("bf16"))
+
+
+def test_the_deepspeed_file_of_accelerate_is_read(tmp_path: Path) -> None:
+    loaded = read(written(tmp_path, "name: x\n"))
+    path = tmp_path / "ds.json"
+    environ = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    path.write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}')
+    assert settled(loaded, environ).config.precision.compute == "bf16"
+    path.write_text('{"bf16": {"enabled": "auto"}}')
+    assert settled(loaded, environ) is loaded
+    for nothing in ("", "none"):
+        assert settled(loaded, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": nothing}) is loaded
+
+
+def test_a_deepspeed_file_that_does_not_go_with_the_rest_is_named(tmp_path: Path) -> None:
+    loaded = read(written(tmp_path, "precision:\n  tf32: true\n"))
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}}')
+    with pytest.raises(ConfigError, match=r"bf16.enabled=true in .*ds.json: precision.tf32"):
+        settled(loaded, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"fp16": {"enabled": true}}', ("bf16 (", "run.yaml:2) but fp16 (fp16.enabled=true in ", "ds.json)")),
+        (b'{"bf16": {"enabled": false}}', ("bf16 (", "run.yaml:2) but bf16.enabled=false in ", "ds.json;")),
+        (None, ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: cannot be read (No such file")),
+        (b"{fp16", ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is not JSON (")),
+        (b"\xff", ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is not JSON (")),
+        (b"[" * 100_000, ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is not JSON (")),
+        (b"[]", ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is a list")),
+    ],
+)
+def test_train_refuses_a_deepspeed_file_that_disagrees_or_is_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    said: tuple[str, ...],
+) -> None:
+    if content is not None:
+        (tmp_path / "ds.json").write_bytes(content)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    path = written(tmp_path, f"precision:\n  compute: bf16\ntracking:\n  runs: {tmp_path / 'runs'}\n  uri: null\n")
+    assert main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert all(words in error for words in said), error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_takes_the_precision_of_a_deepspeed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}, "fp16": {"enabled": "auto"}}')
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    path = written(tmp_path, f"tracking:\n  runs: {tmp_path / 'runs'}\n  uri: null\n")
+    words = ["model.M=1", "model.d=8", "model.heads=2", "model.context=8", "train.steps=1", "train.batch=2"]
+    assert main(["train", str(path), *words, "data.max_bytes=5000"]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert read_run(run).start["config"]["precision"]["compute"] == "bf16"
 
 
 def test_a_conflict_ends_train_before_anything_is_written(

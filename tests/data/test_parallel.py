@@ -46,9 +46,28 @@ def test_a_missing_file_names_both_and_the_nearest(tmp_path):
     (tmp_path / "x.dd").write_bytes(b"a\n")
     said = complaint(tmp_path, "data.held_out_source")
     assert f"neither '{tmp_path}/x.de' nor the same with .gz is a file" in said
-    assert "did you mean 'x.en'?" in said or "did you mean 'x.dd'?" in said
-    (tmp_path / "x.de").mkdir()
-    assert "is a file" in complaint(tmp_path)
+    assert "did you mean" not in said  # x.en is the other side, x.dd another language
+    (tmp_path / "xy.de.gz").write_bytes(b"")
+    assert "did you mean 'xy.de.gz'?" in complaint(tmp_path)
+
+
+@pytest.mark.parametrize(("make", "says"), [("mkdir", "a folder"), ("fifo", "not a regular file")])
+def test_what_is_there_and_no_file_is_not_suggested(tmp_path, make, says):
+    (tmp_path / "x.en").write_bytes(b"a\n")
+    if make == "mkdir":
+        (tmp_path / "x.de").mkdir()
+    else:
+        os.mkfifo(tmp_path / "x.de")
+    said = complaint(tmp_path)
+    assert f"'{tmp_path}/x.de' is {says}; data.source is the path before the ending" in said
+    assert "did you mean" not in said
+
+
+def test_a_path_with_an_ending_says_to_drop_it(tmp_path):
+    for name in ("x.en", "x.de.gz"):
+        (tmp_path / name).write_bytes(b"a\n")
+        with pytest.raises(DataError, match=f"is one of the files; drop its ending, '{name[1:]}': data.source"):
+            files_of(str(tmp_path / name), ("en", "de"))
 
 
 def test_damaged_files_are_named_with_the_line(tmp_path):

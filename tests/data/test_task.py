@@ -90,12 +90,16 @@ def test_seeds_differ_in_training_and_are_judged_on_the_same(name, folder):
 def test_frequencies_are_those_of_training_targets(name, folder):
     task = load_task(config_of(name, folder))
     batch = task.train.batch(np.arange(min(len(task.train), 2000)))
-    targets = batch.targets_BT[batch.targets_BT != IGNORE].numpy()
-    seen = np.bincount(targets, minlength=task.vocab) / targets.size
-    told = task.frequencies / task.frequencies.sum()
-    assert told.shape == (task.vocab,)
-    assert np.abs(seen - told).max() < 5 * np.sqrt(told.max() / targets.size)
-    assert set(np.flatnonzero(seen)) <= set(np.flatnonzero(told))
+    positions, by_position = batch.targets_BT.shape[1], task.frequencies.ndim == 2
+    assert by_position == (name == "span")
+    assert task.frequencies.shape == ((positions, task.vocab) if by_position else (task.vocab,))
+    columns = list(batch.targets_BT.T) if by_position else [batch.targets_BT]
+    for frequencies, column in zip(np.atleast_2d(task.frequencies), columns, strict=True):
+        targets = column[column != IGNORE].numpy()
+        seen = np.bincount(targets, minlength=task.vocab) / targets.size
+        told = frequencies / frequencies.sum()
+        assert np.abs(seen - told).max() < 5 * np.sqrt(told.max() / targets.size)
+        assert set(np.flatnonzero(seen)) <= set(np.flatnonzero(told))
 
 
 def test_the_splits_share_no_text(name, folder):

@@ -32,6 +32,24 @@ def test_bad_input_is_found_before_any_rank_starts(
     assert says in err
 
 
+def test_a_precision_in_the_environment_reaches_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    for nproc in ("1", "2"):
+        assert main(["local", "--nproc", nproc, "--dry-run", "--", QUICK, "--fresh"]) == 0
+        assert capsys.readouterr().out.endswith(f" train {QUICK} --fresh precision.compute=fp16\n")
+        assert main(["local", "--nproc", nproc, "--dry-run", "--", QUICK, "precision.compute=bf16"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("normscale: precision.compute: bf16 (override precision.compute=bf16) but fp16 (ACCEL")
+        assert err.count("\n") == 1
+        assert main(["local", "--nproc", nproc, "--dry-run", "--", QUICK, "precision.compute=fp16"]) == 0
+        assert capsys.readouterr().out.count("precision.compute") == 1
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert main(["local", "--nproc", "2", "--dry-run", "--", QUICK]) == 0
+    assert "precision.compute" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("how", ["option", "variable"])
 def test_a_dry_run_prints_the_command_and_starts_nothing(
     how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

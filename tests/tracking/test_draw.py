@@ -21,6 +21,16 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest_bar() -> None:
     assert sparkline([-5, 9], Look(), 2, span=(0, 2)) == "▁█"
 
 
+def test_no_number_is_too_large_to_be_drawn() -> None:
+    assert sparkline([-1e308, 1e308], Look(), 2) == "▁█"
+    assert sparkline([1e308], Look(), 1, span=(0, 1e-5)) == "█"
+    for span in ((0, 1e-5), (-1e308, 1e308), (1e308, 1e308)):
+        plot = Plot(ASCII, 4, (0, 10), span)
+        plot.curve([(0, 1e308), (10, -1e308)])
+        plot.marks([(5, 1e308)], "x")
+        assert len(plot.lines()) == 6
+
+
 def test_many_values_are_averaged_and_few_are_repeated() -> None:
     assert resampled(np.arange(1000), 10).tolist() == pytest.approx([49.5 + 100 * i for i in range(10)])
     assert resampled([1, 2, 3], 6).tolist() == [1, 1, 2, 2, 3, 3]

@@ -3,11 +3,13 @@ import math
 
 import pytest
 
+from normscale.claims.state import state_of
 from normscale.tracking import mlflow_layout as layout
 from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import mlflow_view as views
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.spool import SpoolWriter, read_run
+from tests.claims import synthetic
 from tests.tracking.made import VERDICT, cell, make_manifest, make_run
 
 
@@ -113,8 +115,25 @@ def test_outcomes_and_status(runs):
     assert layout.status(open_run, True) == "RUNNING"
     judged = dataclasses.replace(_cell(), outcome="plateau")
     assert layout.outcome(trained, judged, False) == "plateau", "the judge's word wins"
-    trained.end["summary"]["gap"] = -0.5
-    assert layout.outcome(trained, None, False) == "diverged"
+    for gap, word in (
+        (0.2, "trained"),
+        (1.0 - 0.8, "trained"),  # 0.2 but for rounding
+        (0.19999, "plateau"),
+        (-0.19999, "plateau"),
+        (-0.2, "diverged"),
+        (-0.5, "diverged"),
+        (float("nan"), "diverged"),
+    ):
+        trained.end["summary"]["gap"] = gap
+        assert layout.outcome(trained, None, False) == word, gap
+
+
+def test_the_judge_and_the_window_say_trained_from_the_same_gap_on():
+    for gap in (0.2, 1.0 - 0.8, 0.2 - 1e-12, 0.2 - 1e-6):
+        made = synthetic.record(gap)
+        made.end["summary"]["gap"] = gap
+        judged = state_of(made).label
+        assert (layout.outcome(made, None, False) == "trained") == (judged == "trained"), gap
 
 
 def _cell():

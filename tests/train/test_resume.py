@@ -258,8 +258,11 @@ def test_fresh_begins_anew_and_removes_what_was_there(tmp_path: Path) -> None:
         on_resume=lambda step, path: pytest.fail("it went on"),
         on_step=lambda *step: seen.append(sorted(p.name for p in folder.iterdir()) if folder.exists() else []),
     )
-    assert seen[0] == seen[1] == []
+    assert seen[0] == seen[1] == ["step-00000004", "step-00000006"]  # until there is another
+    assert seen[2] == ["step-00000002"]
     assert read_run(result.run_dir).first_attempt == 2
+    run(config(tmp_path, every=0), fresh=True)
+    assert list(folder.iterdir()) == []
 
 
 def test_records_that_are_gone_are_not_gone_on_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -269,6 +272,52 @@ def test_records_that_are_gone_are_not_gone_on_from(tmp_path: Path, capfd: pytes
     _, from_step = resumed(config(tmp_path))
     assert from_step is None
     assert "the records of the steps before it are gone" in capfd.readouterr().err
+
+
+def cut(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    steps = [json.loads(line).get("step", 0) for line in lines]
+    path.write_bytes(b"".join(line for line, step in zip(lines, steps, strict=True) if step < 4))
+
+
+def headless(path: Path) -> None:
+    path.write_bytes(path.read_bytes().partition(b"\n")[2])
+
+
+GONE: dict[str, Callable[[Path], object]] = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(b"\0" * 4000),
+    "cut": cut,
+    "without its start": headless,
+}
+
+
+@pytest.mark.parametrize("case", GONE)
+def test_records_that_do_not_reach_a_checkpoint_are_not_gone_on_from(
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(config(tmp_path, keep=1), at=5)
+    (folder,) = tmp_path.iterdir()
+    GONE[case](folder / "spool.jsonl")
+    result, from_step = resumed(config(tmp_path))
+    assert from_step is None
+    assert "step-00000004: passed over: the records of the steps before it are gone" in capfd.readouterr().err
+    assert read_run(result.run_dir).series["loss_val"].steps == [0, 3, 6, 9]
+
+
+def test_records_of_an_earlier_attempt_count_too(tmp_path: Path) -> None:
+    for at in (5, 7):
+        interrupted(config(tmp_path, keep=1), at=at)
+    (folder,) = tmp_path.iterdir()
+    lines = (folder / "spool.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "spool.jsonl").write_bytes(b"".join(line for line in lines if json.loads(line)["attempt"] == 2))
+    assert resumed(config(tmp_path))[1] is None
+
+
+def test_steps_between_measurements_are_gone_on_from(tmp_path: Path) -> None:
+    seldom = config(tmp_path, every=5, probes={"every": 100}, train={"eval_every": 0})
+    interrupted(seldom, at=6)
+    assert resumed(seldom)[1] == 5
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,6 +493,33 @@ def test_what_does_not_belong_there_does_not_matter(tmp_path: Path, begun: Path)
     assert (folder / "checkpoints" / "notes.txt").exists()
 
 
+def piped_name(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("ending", ["", ".part"])
+@pytest.mark.parametrize(
+    "make", [piped_name, lambda path: path.write_text("mine"), lambda path: path.symlink_to("nowhere")]
+)
+def test_what_is_no_folder_is_not_opened_and_makes_room(
+    make: Callable[[Path], object], ending: str, tmp_path: Path, ended: Path
+) -> None:
+    folder = tmp_path / ended.name / "checkpoints"
+    folder.mkdir(parents=True)
+    for step in (2, 6):
+        make(folder / f"step-{step:08d}{ending}")
+    old = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for the pipe"))
+    signal.alarm(60)
+    try:
+        result, from_step = resumed(config(tmp_path))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+    assert from_step is None
+    assert not [event for event in read_run(result.run_dir).events if event["event"] == "checkpoint_failed"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000008", "step-00000009"]
+
+
 def test_where_none_can_be_used_training_starts_at_step_0_and_says_so(
     tmp_path: Path, ended: Path, begun: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -509,7 +585,9 @@ def test_a_folder_that_cannot_be_made_stops_nothing(
     (tmp_path / ended.name / "checkpoints").write_text("in the way")
     result, from_step = resumed(config(tmp_path))
     assert (from_step, result.outcome) == (None, "finished")
-    assert capfd.readouterr().err.count("\n") == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert f"({tmp_path / ended.name / 'checkpoints'} is not a folder; move it away)" in error
 
 
 @pytest.mark.parametrize("name", ["save_file", "_sync", "_described", "replace"])

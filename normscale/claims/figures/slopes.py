@@ -79,7 +79,7 @@ def _panels(claim: Claim, results: Sequence[Result]) -> Panels:
         return {}
     first: Numeric = judged[0]
     lines = [Slope(arm, first.quantity, first.step, "above", 0.0) for arm in claim.arms if not claim.asks_training(arm)]
-    lines = [line for line in lines if any(value for _, value in values_of(line, results))]
+    lines = [line for line in lines if any(value is not None and value > 0 for _, value in values_of(line, results))]
     kinds = {line.arm: _kind(claim, line.arm) for line in lines}
     told = [len(set(kind)) > 1 for kind in zip(*kinds.values(), strict=True)]
     panels: Panels = {}

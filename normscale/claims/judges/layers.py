@@ -5,7 +5,6 @@ Each run gives one number; the interval is over its seeds, and the whole of it h
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +43,7 @@ def judge_thirds(claim: Claim, expectation: Thirds, results: Sequence[Result]) -
         above, below = lo > expectation.bar, hi < expectation.bar
         return (above, hi <= expectation.bar) if expectation.side == "above" else (below, lo >= expectation.bar)
 
-    values = _values(expectation, results, lambda array: compared(array, expectation.compare))
-    return _judged(claim, expectation, values, decide, topic)
+    return _judged(claim, expectation, _values(expectation, results), decide, topic)
 
 
 def judge_along(claim: Claim, expectation: Along, results: Sequence[Result]) -> Part:
@@ -54,7 +52,7 @@ def judge_along(claim: Claim, expectation: Along, results: Sequence[Result]) -> 
         return within, hi < expectation.lo or lo > expectation.hi
 
     topic = f"slope over the sublayers {WHEN[expectation.when]} (expected {expectation.lo:g}..{expectation.hi:g})"
-    return _judged(claim, expectation, _values(expectation, results, slope), decide, topic)
+    return _judged(claim, expectation, _values(expectation, results), decide, topic)
 
 
 def thirds(array: NDArray[np.float64]) -> tuple[float, float]:
@@ -91,9 +89,8 @@ def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
         noun = NOUNS[expectation.profile]
         groups: dict[tuple[str, int], list[float]] = {}
         for result in results:
-            array = result.layers(expectation.profile, _when(expectation))
-            if array is not None and result.cell.role in MAIN:
-                number = slope(array) if isinstance(expectation, Along) else compared(array, expectation.compare)
+            number = _number(expectation, result)
+            if number is not None and result.cell.role in MAIN:
                 groups.setdefault((result.cell.arm, result.cell.depth), []).append(number)
         for (arm, depth), found in groups.items():
             if not all(math.isfinite(number) for number in found):
@@ -112,20 +109,24 @@ def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
     return list(numbers.values())
 
 
-def _when(expectation: Layered) -> str:
-    return expectation.when if isinstance(expectation, Along) else "last"
+def _number(expectation: Layered, result: Result) -> float | None:
+    """Returns the run's number, or None where it is missing or did not record the array.
+
+    NaN where the run broke off: what it last recorded is not what it is after training.
+    """
+    when = expectation.when if isinstance(expectation, Along) else "last"
+    array = result.layers(expectation.profile, when)
+    if result.broke_off and (array is None or when == "last"):
+        return math.nan
+    if array is None:
+        return None
+    return slope(array) if isinstance(expectation, Along) else compared(array, expectation.compare)
 
 
-def _values(
-    expectation: Layered, results: Sequence[Result], number: Callable[[NDArray[Any]], float]
-) -> list[float | None]:
-    """Returns each run's number, None for a run that is missing or did not record the array."""
-    arrays = [
-        result.layers(expectation.profile, _when(expectation))
-        for result in results
-        if result.cell.arm == expectation.arm and result.cell.depth == expectation.depth and result.cell.role in MAIN
-    ]
-    return [None if array is None else number(array) for array in arrays]
+def _values(expectation: Layered, results: Sequence[Result]) -> list[float | None]:
+    at = (expectation.arm, expectation.depth)
+    own = [result for result in results if (result.cell.arm, result.cell.depth) == at and result.cell.role in MAIN]
+    return [_number(expectation, result) for result in own]
 
 
 def _judged(

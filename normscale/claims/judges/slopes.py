@@ -18,7 +18,7 @@ NOUNS = {
 """What a reader calls a quantity."""
 
 Points = Sequence[tuple[int, float | None]]
-"""(depth, value), one for each run or pair of runs; None where one is missing."""
+"""(depth, value), one for each run or pair of runs; None where one is missing, NaN where one diverged."""
 
 
 def describe(claim: Claim, expectation: Numeric) -> str:
@@ -41,26 +41,28 @@ def describe(claim: Claim, expectation: Numeric) -> str:
 
 
 def judge_slope(claim: Claim, expectation: Slope, results: Sequence[Result]) -> Part:
-    line, part = _fitted(claim, expectation, points_of(expectation, results))
+    points = points_of(expectation, results)
+    estimate = _estimated(claim, expectation, points)
     topic = f"slope of the {NOUNS[expectation.quantity]} over depth (bar {expectation.bar:g})"
-    if line is None:
-        return part
-    lo, hi = _ends(line.slope)
+    if isinstance(estimate, Part):
+        return estimate
+    lo, hi = _ends(estimate)
     above, not_above = lo > expectation.bar, hi <= expectation.bar
     right, wrong = (above, not_above) if expectation.side == "above" else (not_above, above)
-    return _decided(claim, expectation, line.slope, part, right, wrong, topic)
+    return _decided(claim, expectation, estimate, points, right, wrong, topic)
 
 
 def judge_slope_within(claim: Claim, expectation: SlopeWithin, results: Sequence[Result]) -> Part:
-    line, part = _fitted(claim, expectation, points_of(expectation, results))
+    points = points_of(expectation, results)
+    estimate = _estimated(claim, expectation, points)
     topic = f"slope of the {NOUNS[expectation.quantity]} over depth"
-    if line is None:
-        return part
-    lo, hi = _ends(line.slope)
+    if isinstance(estimate, Part):
+        return estimate
+    lo, hi = _ends(estimate)
     within = expectation.lo <= lo and hi <= expectation.hi
     outside = hi < expectation.lo or lo > expectation.hi
     bars = f"expected {expectation.lo:g}..{expectation.hi:g}"
-    return _decided(claim, expectation, line.slope, part, within, outside, topic, bars)
+    return _decided(claim, expectation, estimate, points, within, outside, topic, bars)
 
 
 def judge_steeper(claim: Claim, expectation: Steeper, results: Sequence[Result]) -> Part:
@@ -68,28 +70,27 @@ def judge_steeper(claim: Claim, expectation: Steeper, results: Sequence[Result])
 
     What the runs of a pair share (seed, data, what a depth deviates from a power law) then cancels.
     """
-    line, part = _fitted(claim, expectation, pairs_of(expectation, results))
+    points = pairs_of(expectation, results)
+    estimate = _estimated(claim, expectation, points)
     than = claim.labels[expectation.than]
     topic = f"slope of the {NOUNS[expectation.quantity]} over depth, minus that of {than} (bar {expectation.by:g})"
-    if line is None:
-        return part
-    lo, hi = _ends(line.slope)
+    if isinstance(estimate, Part):
+        return estimate
+    lo, hi = _ends(estimate)
     more, not_more = lo > expectation.by, hi <= expectation.by
     right, wrong = (more, not_more) if expectation.side == "more" else (not_more, more)
-    return _decided(claim, expectation, line.slope, part, right, wrong, topic)
+    return _decided(claim, expectation, estimate, points, right, wrong, topic)
 
 
 def judge_larger(claim: Claim, expectation: Larger, results: Sequence[Result]) -> Part:
     points = pairs_of(expectation, results)
-    part = _counted(claim, expectation, points)
-    if part.verdict == "not run":
-        return part
-    estimate = ratio_of(points)
+    estimate = _estimated(claim, expectation, points)
     topic = f"{NOUNS[expectation.quantity]} over that of {claim.labels[expectation.than]} (bar {expectation.by:g})"
-    if estimate is None or estimate.lo is None or estimate.hi is None:
-        return Part(part.expect, "inconclusive", f"{part.brief} has no ratio: {_odd(points, 'runs')}", part.detail)
-    right, wrong = estimate.lo > expectation.by, estimate.hi <= expectation.by
-    return _decided(claim, expectation, estimate, part, right, wrong, topic)
+    if isinstance(estimate, Part):
+        return estimate
+    lo, hi = _ends(estimate)
+    right, wrong = lo > expectation.by, hi <= expectation.by
+    return _decided(claim, expectation, estimate, points, right, wrong, topic)
 
 
 def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
@@ -153,8 +154,15 @@ def pairs_of(expectation: Steeper | Larger, results: Sequence[Result]) -> Points
     points: list[tuple[int, float | None]] = []
     for (depth, _), by_arm in sorted(found.items()):
         one, other = by_arm.get(expectation.arm), by_arm.get(expectation.than)
-        points.append((depth, None if one is None or other is None else one / other if other else math.nan))
+        points.append((depth, None if one is None or other is None else _over(one, other)))
     return points
+
+
+def _over(one: float, other: float) -> float:
+    """Returns a ratio: NaN where a run diverged, and 0, which is as little use, where the other number is zero."""
+    if not math.isfinite(one) or not math.isfinite(other):
+        return math.nan
+    return one / other if other else 0.0
 
 
 def fit(points: Points) -> Line | None:
@@ -175,43 +183,53 @@ def recorded_steps(quantity: str, results: Sequence[Result]) -> list[int]:
     return sorted({step for record in records if quantity in record.series for step in record.series[quantity].steps})
 
 
-def _counted(claim: Claim, expectation: Numeric, points: Points) -> Part:
-    """Returns the part with its sentence and its runs: not run where none has recorded the number."""
+def _estimated(claim: Claim, expectation: Numeric, points: Points) -> Estimate | Part:
+    """Returns the slope or the ratio to decide on, or the part where there is none that has an interval."""
     says, label = describe(claim, expectation), claim.labels[expectation.arm]
-    known = [value for _, value in points if value is not None]
-    what = "pairs of runs" if isinstance(expectation, Steeper | Larger) else "runs"
-    detail = f"{len(known)} of {len(points)} {what}, {len({depth for depth, _ in points})} depths"
-    if not known:
-        return Part(
-            says, "not run", label, f"no {what} have recorded it" if "pair" in what else "no run has recorded it"
-        )
-    return Part(says, "supported" if len(known) == len(points) else "inconclusive", label, detail)
+    if all(value is None for _, value in points):
+        pairs = isinstance(expectation, Steeper | Larger)
+        return Part(says, "not run", label, "no pairs of runs have recorded it" if pairs else "no run has recorded it")
+    if isinstance(expectation, Larger):
+        estimate, kind, few = ratio_of(points), "ratio", "runs"
+    else:
+        line = fit(points)
+        estimate, kind, few = line.slope if line else None, "slope", "depths"
+    if estimate is None or estimate.lo is None or estimate.hi is None:
+        brief = f"{label} has no {kind}: {_odd(expectation, points, few)}"
+        return Part(says, "inconclusive", brief, _counted(expectation, points))
+    return estimate
 
 
-def _fitted(claim: Claim, expectation: Numeric, points: Points) -> tuple[Line | None, Part]:
-    """Returns the line and the part to decide on; without a line that has an interval, the part is decided already."""
-    part = _counted(claim, expectation, points)
-    if part.verdict == "not run":
-        return None, part
-    line = fit(points)
-    if line is None or line.slope.lo is None or line.slope.hi is None:
-        return None, Part(
-            part.expect, "inconclusive", f"{part.brief} has no slope: {_odd(points, 'depths')}", part.detail
-        )
-    return line, part
+def _counted(expectation: Numeric, points: Points) -> str:
+    """Returns how many of the runs there are, and how many of those are not finite."""
+    known = sum(value is not None for _, value in points)
+    counted = f"{known} of {len(points)} {_of(expectation)}, {len({depth for depth, _ in points})} depths"
+    return "; ".join(filter(None, (counted, _diverged(expectation, points))))
 
 
-def _odd(points: Points, few: str) -> str:
+def _odd(expectation: Numeric, points: Points, few: str) -> str:
     """Returns why there is no estimate with an interval."""
-    usable = all(value is None or (value > 0 and math.isfinite(value)) for _, value in points)
-    return f"too few {few}" if usable else "a number is not finite or zero somewhere"
+    if diverged := _diverged(expectation, points):
+        return diverged
+    usable = all(value is None or value > 0 for _, value in points)
+    return f"too few {few}" if usable else "a number is zero somewhere"
+
+
+def _diverged(expectation: Numeric, points: Points) -> str:
+    """Returns how many runs diverged: they were measured, but no finite number came of it. Nothing where none did."""
+    count = sum(value is not None and not math.isfinite(value) for _, value in points)
+    return f"{count} of {len(points)} {_of(expectation)} diverged (not finite)" if count else ""
+
+
+def _of(expectation: Numeric) -> str:
+    return "pairs of runs" if isinstance(expectation, Steeper | Larger) else "runs"
 
 
 def _decided(
     claim: Claim,
     expectation: Numeric,
     estimate: Estimate,
-    counted: Part,
+    points: Points,
     right: bool,
     wrong: bool,
     topic: str,
@@ -220,17 +238,17 @@ def _decided(
     kind = "ratio" if isinstance(expectation, Larger) else "slope"
     if isinstance(expectation, Steeper):
         kind = "difference of slopes"
-    brief = f"{counted.brief} {estimate.value:.2f}"
-    detail = f"{kind} {estimate.value:.2f} ({spread(estimate)}), {counted.detail}"
+    brief = f"{claim.labels[expectation.arm]} {estimate.value:.2f}"
+    detail = f"{kind} {estimate.value:.2f} ({spread(estimate)}), {_counted(expectation, points)}"
     told = f" ({bars})" if bars else ""
-    if counted.verdict != "supported":
+    if any(value is None for _, value in points):
         verdict: Verdict = "inconclusive"
         detail = f"{detail}: a missing run is no measurement"
     elif not right and not wrong:
         verdict, told = "inconclusive", f" ({', '.join(filter(None, (bars, spread(estimate))))})"
     else:
         verdict = "supported" if right else "refuted"
-    return Part(counted.expect, verdict, f"{brief}{told}", detail, topic)
+    return Part(describe(claim, expectation), verdict, f"{brief}{told}", detail, topic)
 
 
 def _ends(estimate: Estimate) -> tuple[float, float]:

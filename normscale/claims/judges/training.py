@@ -46,37 +46,51 @@ def judge_dies(claim: Claim, expectation: Dies, results: Sequence[Result]) -> Pa
     if not found:
         return Part(says, "not run", f"{label} was not run there", "no such run in this profile")
     long = by_depth(results, expectation.arm, (), expectation.at_least, roles=("long",))
-    low = by_depth(results, expectation.arm, (), expectation.at_least, roles=("low-lr",))
     findings = [_dies_at(claim, expectation, depth, runs, results) for depth, runs in found.items()]
     findings += [
         _repeated(label, depth, runs, "over 5x more steps", f"5x steps: {_states(runs)}")
         for depth, runs in long.items()
     ]
-    details = [finding.detail for finding in findings]
-    details += [f"lr/3, {depth} blocks: {_states(runs)}" for depth, runs in low.items()]
     decided = worst(findings)
     brief = decided.brief or f"{label} {_death([run for runs in found.values() for run in runs], min(found))}"
-    return Part(says, decided.verdict, brief, "; ".join(details))
+    return Part(says, decided.verdict, brief, "; ".join(finding.detail for finding in findings))
 
 
 def _dies_at(claim: Claim, expectation: Dies, depth: int, runs: list[Result], results: Sequence[Result]) -> Finding:
     """Returns what the runs of one depth say; the low-lr runs are part of it."""
     label = claim.labels[expectation.arm]
-    found = _repeated(label, depth, runs, "", f"{depth} blocks: {_states(runs)}")
+    low = by_depth(results, expectation.arm, (depth,), None, roles=("low-lr",)).get(depth, [])
+    detail = f"{depth} blocks: {_states(runs)}" + (f"; lr/3, {depth} blocks: {_states(low)}" if low else "")
+    found = _repeated(label, depth, runs, "", detail)
     if found.verdict != "supported":
         return found
-    low = by_depth(results, expectation.arm, (depth,), None, roles=("low-lr",)).get(depth, [])
     if not low:
         brief = f"{label} at {depth} blocks was not tried at a 3x lower learning rate"
         return replace(found, verdict="inconclusive", brief=brief)
-    lower = _repeated(label, depth, low, "at a 3x lower learning rate", found.detail)
+    lower = _repeated(label, depth, low, "at a 3x lower learning rate", detail)
     if lower.verdict != "supported":
         return lower
-    others = [by_depth(results, arm, (depth,), None).get(depth, []) for arm in expectation.beside]
-    trains = [bool(runs) and all(result.state.label == "trained" for result in runs) for runs in others]
-    if trains and not any(trains):
-        return replace(found, verdict="inconclusive", brief=f"at {depth} blocks no other scheme trains either")
-    return found
+    brief = _alone(claim, expectation, depth, results)
+    return replace(found, verdict="inconclusive", brief=brief) if brief else found
+
+
+def _alone(claim: Claim, expectation: Dies, depth: int, results: Sequence[Result]) -> str:
+    """Returns why the death at a depth says nothing: no scheme beside it trains there, or none is known to.
+
+    Nothing where one trains, or where none was to stand beside it.
+    """
+    unknown = []
+    for arm in expectation.beside:
+        runs = by_depth(results, arm, (depth,), None).get(depth, [])
+        labels = {result.state.label for result in runs}
+        if labels == {"trained"}:
+            return ""
+        if labels <= {"trained", "missing"}:  # one that was tried and did not train is known not to
+            fate = "has a run missing" if runs else "was not run there"
+            unknown.append(f"{claim.labels[arm]} {fate}")
+    if unknown:
+        return f"at {depth} blocks no other scheme is seen to train: {', '.join(unknown)}"
+    return f"at {depth} blocks no other scheme trains either" if expectation.beside else ""
 
 
 def _repeated(label: str, depth: int, runs: list[Result], how: str, detail: str) -> Finding:

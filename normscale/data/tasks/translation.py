@@ -2,12 +2,15 @@
 
 The encoder reads a line and END; the decoder reads BEGIN and the line's translation, and is to say the translation and
 END. Every side is padded to the context, so that shapes never change; no padding is attended to in the encoder or is a
-target. Pairs with a line that does not fit, or is blank, are left out and counted.
+target. Pairs with a line that does not fit, or is blank, are left out and counted, and so are held-out pairs that
+training has too.
 """
 
+import os
 import sys
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -16,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from normscale.config.schema import RunConfig
+from normscale.config.sources import plain
 from normscale.data import parallel
 from normscale.data.corpus import joined
 from normscale.data.parallel import Pair
@@ -94,23 +98,26 @@ def make(config: RunConfig) -> Task:
     assert data.languages is not None, "the configuration asks for them"
     limit = sys.maxsize if data.max_bytes is None else data.max_bytes
     train = _Room(limit, context)
-    held_out = _Room(max(1, int(limit * data.held_out)), context)
     files = parallel.files_of(data.source, data.languages)
     if data.held_out_source is None:
         split = f"by pair of lines: a share of {data.held_out:g}, evenly spread"
+        held_out = _Room(max(1, int(limit * data.held_out)), context)
         index = 0
         for pair in parallel.read(files):
             held = held_by_position(index, data.held_out)
             index += (held_out if held else train).add(pair)
     else:
         split = "by file"
+        held_out = _Room(limit, context)
         held_files = parallel.files_of(data.held_out_source, data.languages, "data.held_out_source")
+        _require_others(files, held_files)
         for pair in parallel.read(files):
             train.add(pair)
         for pair in parallel.read(held_files, "data.held_out_source"):
             held_out.add(pair)
+    repeated = held_out.drop(train)
     if min(len(train.pairs), len(held_out.pairs)) < config.train.batch:
-        raise _too_few(config, train, held_out)
+        raise _too_few(config, train, held_out, repeated)
 
     pairs, held_pairs = (Pairs(_table(room.pairs), context) for room in (train, held_out))
     digest = sha256()
@@ -124,6 +131,7 @@ def make(config: RunConfig) -> Task:
         "held_out_tokens": int(held_pairs.frequencies().sum()),
         "dropped_long": train.long + held_out.long,
         "dropped_blank": train.blank + held_out.blank,
+        "dropped_repeated": repeated,
         "split": split,
         "special": f"begin {BEGIN}, end {END}, padding {PAD}",
     }
@@ -158,6 +166,23 @@ class _Room:
             self.pairs.append(pair)
         return not blank
 
+    def drop(self, other: "_Room") -> int:
+        """Leaves out the pairs that another split has too, and returns how many they were."""
+        known = {(pair.source, pair.target) for pair in other.pairs}
+        before = len(self.pairs)
+        self.pairs = [pair for pair in self.pairs if (pair.source, pair.target) not in known]
+        return before - len(self.pairs)
+
+
+def _require_others(files: tuple[Path, Path], held_files: tuple[Path, Path]) -> None:
+    """Raises DataError where a held-out file is one of training, by whatever name."""
+    for file, held_file in zip(files, held_files, strict=True):
+        if os.path.samefile(file, held_file):
+            raise DataError(
+                f"data.held_out_source: {plain(str(held_file), 300)} is the file of data.source, so that held-out text"
+                " would be trained on; name other files, or remove data.held_out_source to hold out a share"
+            )
+
 
 def _table(pairs: list[Pair]) -> Any:
     # large_binary: offsets of 64 bits, so a side may pass 2 GB and still be one buffer.
@@ -167,10 +192,16 @@ def _table(pairs: list[Pair]) -> Any:
     return datasets.Dataset.from_dict({"line": line, "source": source, "target": target}, features=features)
 
 
-def _too_few(config: RunConfig, train: _Room, held_out: _Room) -> DataError:
+def _too_few(config: RunConfig, train: _Room, held_out: _Room, repeated: int) -> DataError:
+    key, share = "data.source", "data.held_out, "
+    if config.data.held_out_source is not None:
+        share = ""
+        if len(train.pairs) >= config.train.batch:
+            key = "data.held_out_source"
+    named = config.data.source if key == "data.source" else config.data.held_out_source
     return DataError(
-        f"data.source: {config.data.source!r} is too short: one batch needs {config.train.batch} pairs in each split,"
+        f"{key}: {named!r} is too short: one batch needs {config.train.batch} pairs in each split,"
         f" training has {len(train.pairs)} and held-out {len(held_out.pairs)} ({train.long + held_out.long} were longer"
-        f" than model.context={config.model.context} holds and {train.blank + held_out.blank} blank); give more text,"
-        " or change data.max_bytes, data.held_out, train.batch or model.context"
+        f" than model.context={config.model.context} holds, {train.blank + held_out.blank} blank and {repeated} held"
+        f" out but in training too); give more text, or change data.max_bytes, {share}train.batch or model.context"
     )

@@ -124,6 +124,27 @@ def test_missing_runs_are_no_measurement_and_smoke_is_no_verdict(expectation: La
     assert verdict_of(expectation, lambda cell: None).verdict == "not run"
 
 
+@pytest.mark.parametrize("expectation", [RATIO, ALONG])
+def test_a_run_that_broke_off_is_no_missing_one(expectation: Layered) -> None:
+    """What it recorded last is not what it is after training; what it recorded first still is."""
+    good = steps_of(0.2, 0.08)
+
+    def make(cell: Cell) -> RunRecord | None:
+        made = good(cell)
+        assert made is not None
+        assert made.end is not None
+        if cell.seed == 2:
+            made.end["outcome"] = "nan"
+        return made
+
+    judgement = verdict_of(expectation, make)
+    assert judgement.verdict == ("supported" if expectation is ALONG else "inconclusive")
+    names = {item.name for item in judgement.measured}
+    assert "pre L24 angle deep over shallow" not in names
+    never = verdict_of(expectation, lambda cell: record(outcome="nan") if cell.seed == 2 else good(cell)).parts[0]
+    assert (never.verdict, never.detail) == ("inconclusive", "3 of 3 runs")
+
+
 def test_a_block_without_which_the_loss_is_not_finite_decides_nothing() -> None:
     rows = np.full(24, 0.1)
     rows[3] = np.inf

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from normscale.claims.claim import Cell, Claim, Profile
-from normscale.claims.expect import Larger, Numeric, SlopeWithin, Steeper
+from normscale.claims.expect import Larger, Numeric, Slope, SlopeWithin, Steeper
 from normscale.claims.judges.slopes import describe, pairs_of
 from normscale.claims.verdict import Judgement, judge
 from normscale.tracking.spool import RunRecord
@@ -142,6 +142,28 @@ def test_a_ratio_at_the_bar_is_not_over_it() -> None:
     assert verdict_of(Larger("a", "b", "update", step=10, by=hi - 1e-6), updates(0.0)).verdict == "inconclusive"
 
 
+@pytest.mark.parametrize(
+    ("kind", "beyond", "short"), [("slope", "above", "not above"), ("difference", "more", "not more")]
+)
+def test_a_slope_at_the_bar_is_not_beyond_it(kind: str, beyond: Any, short: Any) -> None:
+    def at(bar: float, side: Any) -> Judgement:
+        slope = Slope("a", "update", step=10, side=side, bar=bar)
+        made = slope if kind == "slope" else Steeper("a", "b", "update", step=10, by=bar, side=side)
+        return verdict_of(made, updates(0.3))
+
+    name = "a slope at step 10" if kind == "slope" else "a minus b slope at step 10"
+    item = {i.name: i for i in at(0.25, beyond).measured}[name]
+    assert item.lo is not None
+    assert item.hi is not None
+    for bar, verdict, other in (
+        (item.hi, "refuted", "supported"),
+        (item.hi - 1e-6, "inconclusive", "inconclusive"),
+        (item.lo, "inconclusive", "inconclusive"),
+        (item.lo - 1e-6, "supported", "refuted"),
+    ):
+        assert (at(bar, beyond).verdict, at(bar, short).verdict) == (verdict, other), bar
+
+
 def test_a_ratio_that_changes_with_depth_is_no_factor() -> None:
     """Twice as large on average, from half as large to eight times: with three seeds each that is not known."""
     assert verdict_of(LARGER, updates(1.3, 2.0)).verdict == "inconclusive"
@@ -168,6 +190,71 @@ def test_missing_runs_are_no_measurement_and_smoke_is_no_verdict(expectation: Nu
     assert part.verdict == "not run"
     assert verdict_of(expectation, whole, "smoke").verdict == "not run"
     assert verdict_of(expectation, lambda cell: None).verdict == "not run"
+
+
+def stopped(step: int, **kept: Any) -> RunRecord:
+    """A run that stopped at a step since a number was not finite."""
+    made = record(outcome="nan", **kept)
+    assert made.end is not None
+    made.end["summary"]["bad_step"] = step
+    return made
+
+
+SLOPE = Slope("a", "update", step=10, side="above", bar=0.25)
+
+
+@pytest.mark.parametrize(
+    ("expectation", "what"), [(SLOPE, "runs"), (STEEPER, "pairs of runs"), (LARGER, "pairs of runs")]
+)
+def test_a_run_that_diverged_is_no_missing_one(expectation: Numeric, what: str) -> None:
+    """It was measured; no finite number came of it, so that there is nothing to fit."""
+    kind = "ratio" if expectation is LARGER else "slope"
+
+    def part_of(broken: RunRecord | None, also: RunRecord | None = None) -> Any:
+        def make(cell: Cell) -> RunRecord | None:
+            if cell.arm == "a" and cell.depth == 48 and cell.seed:
+                return broken if cell.seed == 1 or also is None else also
+            return updates(0.9, 2.0)(cell)
+
+        return verdict_of(expectation, make).parts[0]
+
+    for broken in (stopped(5), stopped(10, updates={1: 0.1}), record(updates={10: float("nan")})):
+        part = part_of(broken)
+        assert part.verdict == "inconclusive"
+        assert part.brief == f"Scheme A has no {kind}: 2 of 12 {what} diverged (not finite)"
+        assert part.detail == f"12 of 12 {what}, 4 depths; 2 of 12 {what} diverged (not finite)"
+        assert "missing" not in part.detail
+    lost = record()
+    lost.end = None
+    assert part_of(stopped(5), lost).detail == f"11 of 12 {what}, 4 depths; 1 of 12 {what} diverged (not finite)"
+    for missing in (None, lost, stopped(11)):  # a run that stopped later should have recorded the number
+        part = part_of(missing)
+        assert part.verdict == "inconclusive"
+        assert part.detail.endswith(f"10 of 12 {what}, 4 depths: a missing run is no measurement")
+    assert part_of(record(updates={10: 0.0})).brief == f"Scheme A has no {kind}: a number is zero somewhere"
+
+
+def test_where_all_runs_diverged_they_were_run() -> None:
+    part = verdict_of(SLOPE, lambda cell: stopped(3)).parts[0]
+    assert (part.verdict, part.brief) == (
+        "inconclusive",
+        "Scheme A has no slope: 12 of 12 runs diverged (not finite)",
+    )
+
+
+def test_a_number_from_before_a_run_diverged_counts() -> None:
+    def make(cell: Cell) -> RunRecord:
+        return stopped(11, updates={10: float(cell.depth)}) if cell.depth == 48 else record(updates={10: cell.depth})
+
+    assert verdict_of(SLOPE, make).verdict == "supported"
+
+
+def test_a_ratio_to_zero_is_none() -> None:
+    def make(cell: Cell) -> RunRecord:
+        zero = cell.arm == "b" and cell.depth == 48
+        return record(updates={10: 0.0}) if zero else updates(0.9)(cell)
+
+    assert verdict_of(STEEPER, make).parts[0].brief == "Scheme A has no slope: a number is zero somewhere"
 
 
 def test_the_other_arm_counts_as_missing_too() -> None:

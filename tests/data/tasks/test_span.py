@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from normscale.data.batches import Batches
+from normscale.config.schema import RunConfig
+from normscale.data.batches import Batches, held_out_batches, unigram_of
 from normscale.data.draws import Draws
 from normscale.data.task import load_task
-from normscale.data.tasks.span import BEGIN, END, SENTINEL, Sizes, Spans, sizes_of, span_mask
+from normscale.data.tasks.span import BEGIN, END, SENTINEL, Sizes, Spans, sentinel_places, sizes_of, span_mask
 from normscale.errors import ConfigError
 from tests.data.made import config_of
 
@@ -100,6 +101,37 @@ def test_a_single_span_may_stand_anywhere():
     assert {tuple(np.flatnonzero(mask)) for mask in masks} == {(i, i + 1) for i in range(5)}
 
 
+@pytest.mark.parametrize("sizes", [(6, 3, 2), (16, 2, 1), (40, 12, 5), (20, 4, 4), (614, 92, 31)])
+def test_where_sentinels_stand_is_known_without_a_sample(sizes):
+    sizes = Sizes(*sizes)
+    rows = np.zeros((4000, sizes.context), dtype=np.uint8)
+    targets = Spans(rows, Draws(2, "train"), sizes).batch(np.arange(4000)).targets_BT.numpy()
+    seen = np.stack([(targets == SENTINEL + k).mean(axis=0) for k in range(sizes.spans)], axis=1)
+    places = sentinel_places(sizes)
+    assert places.sum(axis=0) == pytest.approx(np.ones(sizes.spans), abs=1e-9)
+    assert np.abs(seen - places).max() < 5 * 0.5 / 4000**0.5
+    assert (seen[places == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("noise", "span"), [(0.15, 3), (0.5, 3), (0.15, 10)])
+def test_a_model_that_knows_positions_alone_has_no_gap(noise, span):
+    config = RunConfig.model_validate(
+        {
+            "model": {"N": 1, "M": 1, "context": 64},
+            "data": {"task": "span", "noise": noise, "span": span, "max_bytes": 500_000},
+        }
+    )
+    task = load_task(config)
+    trained = task.train.batch(np.arange(len(task.train))).targets_BT.numpy()
+    judged = held_out_batches(task, 8, 1000)
+    held_out = torch.cat([batch.targets_BT for batch in judged]).numpy()
+    losses = []
+    for column, asked in zip(trained.T, held_out.T, strict=True):
+        seen = np.bincount(column, minlength=task.vocab) + 0.01
+        losses.append(-np.log(seen / seen.sum())[asked])
+    assert abs(unigram_of(task, judged) - np.mean(losses)) < 0.05
+
+
 def test_the_vocabulary_and_the_facts_name_the_special_tokens(tmp_path):
     task = load_task(config_of("span", tmp_path, model={"context": 64}))
     assert task.vocab == SENTINEL + 3
@@ -107,7 +139,8 @@ def test_the_vocabulary_and_the_facts_name_the_special_tokens(tmp_path):
     assert (facts["source_tokens_per_sample"], facts["targets_per_sample"], facts["spans_per_sample"]) == (57, 14, 3)
     assert str(SENTINEL) in facts["special"]
     # To ten hidden bytes, each sentinel once, and the end.
-    assert task.frequencies[BEGIN] == 0
-    assert task.frequencies[END:].tolist() == [task.frequencies[:256].sum() // 10] * 4
+    frequencies = task.frequencies.sum(axis=0)
+    assert frequencies[BEGIN] == 0
+    assert frequencies[END:] == pytest.approx([frequencies[:256].sum() / 10] * 4)
     window = Batches(task.train, batch=4, seed=0).window(0)[0]
     assert window.n_targets == 4 * 14

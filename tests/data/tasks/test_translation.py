@@ -7,6 +7,7 @@ import pytest
 
 from normscale.config.schema import RunConfig
 from normscale.data.batches import held_out_batches, unigram_of
+from normscale.data.rows import held_by_position
 from normscale.data.task import IGNORE, load_task
 from normscale.data.tasks.translation import BEGIN, END, PAD
 from normscale.errors import DataError
@@ -26,6 +27,11 @@ def config(folder, context: int = 8, batch: int = 1, **data) -> RunConfig:
 def write(folder, source: list[bytes], target: list[bytes], name: str = "x") -> None:
     for ending, lines in (("en", source), ("de", target)):
         (folder / f"{name}.{ending}").write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def held_apart(n: int) -> list[bool]:
+    """Returns which of n pairs are held out where a tenth is."""
+    return [held_by_position(index, 0.1) for index in range(n)]
 
 
 def pairs_of(samples) -> list[tuple[bytes, bytes]]:
@@ -73,7 +79,7 @@ def test_pairs_that_fill_the_context_fit_and_longer_ones_are_left_out(tmp_path):
 
 def test_lines_are_bytes(tmp_path):
     odd = [b"a\r", b"\xff\xfe\x00", b"\x85\x0b\x0c", "é\u2028".encode(), b"tab\t"]
-    write(tmp_path, odd * 4, odd * 4)
+    write(tmp_path, odd, odd)
     task = load_task(config(tmp_path, held_out=0.25))
     assert {pair for split in (task.train, task.held_out) for pair in pairs_of(split)} == {(x, x) for x in odd}
 
@@ -124,7 +130,8 @@ def test_no_more_is_read_than_max_bytes(tmp_path):
 
 
 def test_the_unigram_entropy_counts_ends_and_no_padding(tmp_path):
-    write(tmp_path, [b"s"] * 1000, [b"ab"] * 1000)
+    held = held_apart(1000)
+    write(tmp_path, [b"h" if x else b"s" for x in held], [b"ab"] * 1000)
     task = load_task(config(tmp_path, batch=2))
     assert task.frequencies[[97, 98, END]].tolist() == [900] * 3
     assert task.frequencies.sum() == 2700
@@ -133,12 +140,49 @@ def test_the_unigram_entropy_counts_ends_and_no_padding(tmp_path):
 
 
 def test_too_few_pairs_says_why(tmp_path):
-    write(tmp_path, [b"a"] * 20 + [b"12345678", b""], [b"b"] * 22)
+    held = held_apart(20)
+    write(tmp_path, [b"h" if x else b"a" for x in held] + [b"12345678", b""], [b"b"] * 22)
     with pytest.raises(DataError) as e:
         load_task(config(tmp_path, batch=3))
     said = str(e.value)
     assert "one batch needs 3 pairs in each split, training has 18 and held-out 2" in said
-    assert "1 were longer than model.context=8 holds and 1 blank" in said
+    assert "(1 were longer than model.context=8 holds, 1 blank and 0 held out but in training too)" in said
+
+
+def test_no_pair_is_in_both_splits(tmp_path):
+    lines = [bytes([97 + i % 7]) for i in range(200)] + [b"only%d" % (i % 10) for i in range(10)]
+    write(tmp_path, lines, lines)
+    task = load_task(config(tmp_path))
+    train, held_out = pairs_of(task.train), pairs_of(task.held_out)
+    assert held_out
+    assert not set(train) & set(held_out)
+    assert len(train) + len(held_out) + task.facts()["dropped_repeated"] == len(lines)
+    write(tmp_path, [b"c", b"a"], [b"3", b"1"], name="valid")
+    write(tmp_path, [b"a", b"a"], [b"1", b"2"])
+    task = load_task(config(tmp_path, held_out_source=str(tmp_path / "valid")))
+    assert pairs_of(task.held_out) == [(b"c", b"3")]
+    assert task.facts()["dropped_repeated"] == 1
+
+
+def test_held_out_files_are_not_those_of_training(tmp_path):
+    write(tmp_path, [b"a", b"b"], [b"1", b"2"])
+    for ending in ("en", "de"):
+        (tmp_path / f"link.{ending}").symlink_to(tmp_path / f"x.{ending}")
+    for name in ("x", "link"):
+        with pytest.raises(DataError, match=r"^data\.held_out_source: .* is the file of data\.source"):
+            load_task(config(tmp_path, held_out_source=str(tmp_path / name)))
+
+
+def test_the_source_that_is_too_short_is_named(tmp_path):
+    write(tmp_path, [b"a", b"b"], [b"1", b"2"])
+    write(tmp_path, [b"c"], [b"3"], name="valid")
+    valid = str(tmp_path / "valid")
+    with pytest.raises(DataError, match=rf"^data\.held_out_source: '{valid}' is too short") as e:
+        load_task(config(tmp_path, batch=2, held_out_source=valid))
+    assert "data.held_out," not in str(e.value)  # which is not read
+    assert e.value.key == "data.held_out_source"
+    with pytest.raises(DataError, match=rf"^data\.source: '{tmp_path}/x' is too short"):
+        load_task(config(tmp_path, batch=3, held_out_source=valid))
 
 
 def test_files_that_do_not_fit_each_other_are_refused_though_the_first_lines_were_enough(tmp_path):
