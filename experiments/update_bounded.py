@@ -81,8 +81,9 @@ CLAIM = Claim(
         "the paper shows one optimizer, Adam, although its theorem is about SGD; here both are judged",
         "the theorem lets only the weights inside the blocks move; DeepNorm without gains and biases also trains the "
         "embedding (which is the output matrix, too) and the learned positions. In a trial with 4 heads and a "
-        "feed-forward of 256, 76 % of the update of 6 blocks came from them with SGD and 6 % with Adam; held fixed (one "
-        "seed) they left the slopes as they were: -0.035 instead of -0.033 with SGD, 0.48 instead of 0.46 with Adam",
+        "feed-forward of 256, 76 % of the update of 6 blocks came from them with SGD and 6 % with Adam; held fixed "
+        "(one seed) they left the slopes as they were: -0.035 instead of -0.033 with SGD, 0.48 instead of 0.46 with "
+        "Adam",
         "two seeds at 48 blocks and one at 96",
     ),
 )
