@@ -13,19 +13,19 @@ almost no BLEU at 50), alpha alone and beta alone are to die as it does, where b
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Slope, Trains
 from normscale.claims.protocol import (
-    DEPTH,
-    DESCRIBED,
+    DYING,
+    DYING_PILOT,
     GAP,
-    PILOT,
-    RATE,
     SLOPE_BAR,
     SMOKE,
-    STEPS,
     UPDATE,
     UPDATE_STEP,
     WEIGHTS,
+    described,
     published,
 )
+
+TRAINING = described(DYING)
 
 BLOCKS = 24
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 2, 96: 1}
@@ -51,7 +51,7 @@ CLAIM = Claim(
     says="DeepNorm needs both of its constants: alpha alone or beta alone is not enough.",
     source="derived from Theorem 4.2 of Wang et al. 2022 (DeepNet), arXiv:2203.00555",
     family="depth",
-    base=DEPTH,
+    base=DYING,
     arms={
         **SCHEMES,
         **{
@@ -105,7 +105,7 @@ CLAIM = Claim(
         "alone (the residual not multiplied), and with neither, which is Post-Norm. First the model update: "
         f"{UPDATE_STEP} SGD steps at a tiny learning rate, of models without gains and biases at 6 to 96 blocks, as in "
         "update-bounded; a slope above 0.25 counts as growth with depth. Then whether they train at "
-        f"{BLOCKS} blocks: {DESCRIBED[0].lower()}{DESCRIBED[1:]} {GAP}"
+        f"{BLOCKS} blocks: {TRAINING[0].lower()}{TRAINING[1:]} {GAP}"
     ),
     paper={
         "both-sgd slope at step 10": "0 (Theorem 4.2)",
@@ -118,9 +118,9 @@ CLAIM = Claim(
     differs=(
         "no paper has this ablation: the exponents follow from its theorem, an upper bound, for SGD",
         "the theorem lets only the weights inside the blocks move; here the embedding and the positions move, too",
-        f"training is with Adam, {STEPS} steps of 512 tokens at width 64 and learning rate {RATE:g}, and for every "
+        "training is with Adam, 120 steps of 512 tokens at width 64 and learning rate 1e-3, and for every "
         "death once at a third of it",
-        PILOT,
+        DYING_PILOT,
         "one seed for the controls of alpha and beta alone, two at 48 blocks and one at 96 for the updates; no run "
         "over more steps",
     ),

@@ -19,18 +19,9 @@ Updates are those of SGD and of models without gains and biases, as in update-bo
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Larger, Steeper, Trains
-from normscale.claims.protocol import (
-    DEPTH,
-    DESCRIBED,
-    GAP,
-    PILOT,
-    SLOPE_BAR,
-    SMOKE,
-    STEPS,
-    UPDATE,
-    UPDATE_STEP,
-    WEIGHTS,
-)
+from normscale.claims.protocol import DYING, DYING_PILOT, GAP, SLOPE_BAR, SMOKE, UPDATE, UPDATE_STEP, WEIGHTS, described
+
+TRAINING = described(DYING)
 
 BLOCKS = 24
 # No deeper: at 96 blocks MixLN's update after 10 steps is not linear in the rate, whether that is 1e-6, 3e-6 or 1e-5.
@@ -53,7 +44,7 @@ CLAIM = Claim(
         "arXiv:2601.19895 section 2.3 (Keel), microsoft/torchscale, and a widely read article"
     ),
     family="depth",
-    base=DEPTH,
+    base=DYING,
     arms={
         "paper": PAPER,
         "mixln": MIXLN,
@@ -125,7 +116,7 @@ CLAIM = Claim(
         f"First the model update: {UPDATE_STEP} SGD steps at a tiny learning rate, of models without gains and biases, "
         "as in update-bounded; those with an encoder learn to copy random symbols, and their depth is the blocks of "
         "each side. Compared are the slopes over depth, and the updates at equal depth and seed, as a geometric mean. "
-        f"Then whether models with a single stack train at {BLOCKS} blocks: {DESCRIBED[0].lower()}{DESCRIBED[1:]} {GAP}"
+        f"Then whether models with a single stack train at {BLOCKS} blocks: {TRAINING[0].lower()}{TRAINING[1:]} {GAP}"
     ),
     paper={
         "paper-sgd slope at step 10": "0 (Theorem 4.2); 0.03 (theory, exact SGD step of a toy model)",
@@ -142,9 +133,9 @@ CLAIM = Claim(
         "that these files made the published rows is inferred from the releases of the papers, not said in them",
         "the article only says that beta is reduced accordingly; here it is 1 / (sqrt(2) alpha), as in the rows of the "
         "paper",
-        f"width 64 and {STEPS} steps of 512 tokens with Adam; the published baselines are language models of 130M to "
+        "width 64 and 120 steps of 512 tokens with Adam; the published baselines are language models of 130M to "
         "1B parameters",
         "the encoder-decoder models are measured by their updates alone, not trained; two seeds at 24 and 48 blocks",
-        PILOT,
+        DYING_PILOT,
     ),
 )
