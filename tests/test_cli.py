@@ -261,7 +261,7 @@ def test_a_dry_run_of_a_claim_lists_its_runs_and_starts_none(
     monkeypatch.setattr(runner, "run_claims", lambda *args, **kwargs: pytest.fail("it was started"))
     assert main(["claim", "run", "update-bounded", "--profile", "smoke", "--runs", str(tmp_path / "runs"), *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("update-bounded: L0002 post-sgd s0: scheme=post M=2 sgd lr=3e-06")
+    assert lines[0].startswith("update-bounded: L0002 post-sgd s0: scheme=post M=2 sgd lr=1e-06")
     runs = [line for line in lines if line.startswith("update-bounded: ")]
     assert lines[-1] == f"{len(runs)} runs in profile smoke; nothing was started"
     assert lines[len(runs)].startswith(f"{len(runs)} runs to do, 0 done already; about 0:")
