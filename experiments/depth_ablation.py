@@ -13,9 +13,9 @@ almost no BLEU at 50), alpha alone and beta alone are to die as it does, where b
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Slope, Trains
 from normscale.claims.protocol import (
-    DYING,
-    DYING_PILOT,
+    DEPTH,
     GAP,
+    PILOT,
     SLOPE_BAR,
     SMOKE,
     UPDATE,
@@ -25,7 +25,7 @@ from normscale.claims.protocol import (
     published,
 )
 
-TRAINING = described(DYING)
+TRAINING = described(DEPTH)
 
 BLOCKS = 24
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 2, 96: 1}
@@ -51,7 +51,7 @@ CLAIM = Claim(
     says="DeepNorm needs both of its constants: alpha alone or beta alone is not enough.",
     source="derived from Theorem 4.2 of Wang et al. 2022 (DeepNet), arXiv:2203.00555",
     family="depth",
-    base=DYING,
+    base=DEPTH,
     arms={
         **SCHEMES,
         **{
@@ -120,7 +120,7 @@ CLAIM = Claim(
         "the theorem lets only the weights inside the blocks move; here the embedding and the positions move, too",
         "training is with Adam, 120 steps of 512 tokens at width 64 and learning rate 1e-3, and for every "
         "death once at a third of it",
-        DYING_PILOT,
+        PILOT,
         "one seed for the controls of alpha and beta alone, two at 48 blocks and one at 96 for the updates; no run "
         "over more steps",
     ),

@@ -65,8 +65,8 @@ CLAIM = Claim(
     figure="gap",
     how=(
         f"{DESCRIBED} Only the number of blocks changes. The model of 1000 blocks, with models of 6 and 12 as its "
-        f"control, takes {SMALL_STEPS} steps of {SMALL_BATCH * 64} tokens instead, with a learning rate that falls to "
-        f"0. {GAP}"
+        f"control, takes {SMALL_STEPS} steps of {SMALL_BATCH * 64} tokens instead, with a learning rate that falls "
+        f"from 7e-4 to 0. {GAP}"
     ),
     paper={
         **published("deepnorm", 12, 24, 48, 100, 200),

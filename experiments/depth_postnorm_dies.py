@@ -10,7 +10,7 @@ that DeepNorm is well below the unigram entropy by then.
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Trains
-from normscale.claims.protocol import DYING, DYING_PILOT, GAP, SMOKE, described, published
+from normscale.claims.protocol import DEPTH, GAP, PILOT, SMOKE, described, published
 
 CLAIM = Claim(
     id="depth-postnorm-dies",
@@ -20,7 +20,7 @@ CLAIM = Claim(
     ),
     source="Wang et al. 2022 (DeepNet), arXiv:2203.00555, Table 1 and Figure 6",
     family="depth",
-    base=DYING,
+    base=DEPTH,
     arms={
         "post": {"model.scheme": "post"},
         "post-nowarmup": {"model.scheme": "post", "train.schedule.warmup_steps": 0},
@@ -48,8 +48,8 @@ CLAIM = Claim(
             main={
                 "post": {2: 3, 6: 3, 12: 3, 24: 3},
                 "post-nowarmup": {2: 2, 6: 1, 12: 1, 24: 2},
-                "deepnorm": {2: 1, 6: 1, 12: 1, 24: 2, 48: 2, 100: 1},
-                "pre": {2: 1, 12: 1, 48: 1},
+                "deepnorm": {2: 1, 6: 3, 12: 3, 24: 3, 48: 3, 100: 3},
+                "pre": {2: 1, 12: 3, 48: 3},
             },
             low_lr={"post": {24: 1}, "post-nowarmup": {24: 1}},
             long={"post": {24: 1}},
@@ -69,7 +69,7 @@ CLAIM = Claim(
         ),
     },
     figure="gap",
-    how=f"{described(DYING)} Only the normalisation scheme and the number of blocks change. {GAP}",
+    how=f"{described(DEPTH)} Only the normalisation scheme and the number of blocks change. {GAP}",
     paper={
         **published("post", 2, 24),
         **published("deepnorm", 12, 24, 48, 100),
@@ -80,8 +80,8 @@ CLAIM = Claim(
         "120 steps of 512 tokens; the paper trains for 100 000 steps of 128 x 4096 tokens (8 000 of 4 000 in Figure 6)",
         "width 64 instead of 512, fp32 instead of fp16, no dropout, no label smoothing",
         "runs at a 3x lower learning rate, and one over 5x the steps, stand for a search of the learning rate",
-        DYING_PILOT,
-        "fewer than three seeds: Post-Norm without warm-up at every depth (1 or 2), DeepNorm and Pre-Norm (1 or 2); "
+        PILOT,
+        "fewer than three seeds: Post-Norm without warm-up at every depth (1 or 2), the others at 2 blocks (1); "
         "Post-Norm deeper than 24 blocks is left to the gpu profile",
     ),
 )

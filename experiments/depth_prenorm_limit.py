@@ -20,6 +20,7 @@ from normscale.claims.protocol import (
     RATE,
     SMALL,
     SMALL_BATCH,
+    SMALL_RATE,
     SMALL_STEPS,
     SMOKE,
     STEPS,
@@ -89,8 +90,8 @@ CLAIM = Claim(
         f"{STEPS} steps of 512 tokens, {SMALL_STEPS} of 128 for the deepest: what breaks later in a run is not seen",
         "trains means here that a model has begun to learn, 0.2 nats below the unigram entropy, not that its deep "
         "layers are of use",
-        f"one learning rate, {RATE:g}, chosen by pilots with DeepNorm and Pre-Norm, in fp32; the limit may lie "
-        "elsewhere at a higher rate or in fp16",
+        f"one learning rate, {RATE:g} (falling from {SMALL_RATE:g} to 0 with 128 tokens a step), "
+        "chosen by pilots with DeepNorm and Pre-Norm, in fp32; the limit may lie elsewhere at a higher rate or in fp16",
         "one seed at 1000 blocks and two at 200; nothing at 500",
         "no run at a lower learning rate, so that a death at 200 or 1000 blocks could only have left the claim "
         "undecided here; the gpu profile has such runs",

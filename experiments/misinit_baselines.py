@@ -19,9 +19,9 @@ Updates are those of SGD and of models without gains and biases, as in update-bo
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Larger, Steeper, Trains
-from normscale.claims.protocol import DYING, DYING_PILOT, GAP, SLOPE_BAR, SMOKE, UPDATE, UPDATE_STEP, WEIGHTS, described
+from normscale.claims.protocol import DEPTH, GAP, PILOT, SLOPE_BAR, SMOKE, UPDATE, UPDATE_STEP, WEIGHTS, described
 
-TRAINING = described(DYING)
+TRAINING = described(DEPTH)
 
 BLOCKS = 24
 # No deeper: at 96 blocks MixLN's update after 10 steps is not linear in the rate, whether that is 1e-6, 3e-6 or 1e-5.
@@ -44,7 +44,7 @@ CLAIM = Claim(
         "arXiv:2601.19895 section 2.3 (Keel), microsoft/torchscale, and a widely read article"
     ),
     family="depth",
-    base=DYING,
+    base=DEPTH,
     arms={
         "paper": PAPER,
         "mixln": MIXLN,
@@ -136,6 +136,6 @@ CLAIM = Claim(
         "width 64 and 120 steps of 512 tokens with Adam; the published baselines are language models of 130M to "
         "1B parameters",
         "the encoder-decoder models are measured by their updates alone, not trained; two seeds at 24 and 48 blocks",
-        DYING_PILOT,
+        PILOT,
     ),
 )

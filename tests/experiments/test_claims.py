@@ -66,7 +66,7 @@ def test_claims_share_the_runs_that_are_equal() -> None:
     runs = runs_of(*CLAIMS)
     trains, limit, dies = (runs[f"depth-{name}"] for name in ("deepnorm-trains", "prenorm-limit", "postnorm-dies"))
     assert len(limit & trains) == 3 * 3 + 2 + 2 * 3 + 1  # 12, 48, 100; 200; 6 and 12 in small steps; 1000
-    assert len(runs["depth-ablation"] & dies) == 3 + 3 + 2 + 1  # Post-Norm at 6 and 24 blocks, DeepNorm, a lower rate
+    assert len(runs["depth-ablation"] & dies) == 3 + 3 + 3 + 1  # Post-Norm at 6 and 24 blocks, DeepNorm, a lower rate
     assert len(runs["depth-ablation"] & runs["update-bounded"]) == 12  # weights alone, SGD
     assert len(runs["misinit-baselines"] & runs["update-bounded"]) == 3 * 3 + 2  # as many as both have at 48 blocks
     assert len(runs["misinit-baselines"] & runs["depth-ablation"]) >= 3  # the paper's constants
