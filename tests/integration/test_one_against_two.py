@@ -1,15 +1,12 @@
 """One process against two, in fp32: the same gradients and losses, for every topology."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.agreement_worker import MODELS, trajectory
-from tests.integration.ranks import ROOT, free_port
+from tests.integration.ranks import run_two
 
 pytestmark = pytest.mark.slow
 
@@ -17,23 +14,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
     out = tmp_path_factory.mktemp("ranks")
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.agreement_worker", str(out)],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors
+    run_two("agreement_worker", str(out), timeout=200)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 

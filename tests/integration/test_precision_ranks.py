@@ -1,10 +1,6 @@
 """Two real processes in mixed precision: what travels between them, and that they decide alike."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +8,12 @@ import pytest
 import torch
 
 from normscale.tracking.spool import RunRecord, read_run
-
-ROOT = Path(__file__).parents[2]
+from tests.integration.ranks import run_two
 
 
 def trained(out: Path, precision: dict[str, object]) -> tuple[list[dict[str, Any]], RunRecord]:
     """Returns what each rank saved, and the record."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "tests.integration.precision_worker", str(out), json.dumps(precision)]
-    started = [
-        subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=100)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors
+    run_two("precision_worker", str(out), json.dumps(precision))
     (folder,) = (out / "runs").glob("deepnorm-*")
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)], read_run(folder)
 

@@ -1,9 +1,5 @@
 """Two real processes: what must differ between them, what must agree, and how often they talk."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +7,13 @@ import pytest
 import torch
 
 from normscale.tracking.spool import read_run
-
-ROOT = Path(__file__).parents[2]
+from tests.integration.ranks import run_two
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "tests.integration.worker", str(out)]
-    started = [
-        subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=100)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors
+    run_two("worker", str(out))
     return out
 
 

@@ -1,9 +1,5 @@
 """Two ranks that are interrupted go on from one checkpoint, each with its own random state."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,32 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from normscale.tracking.spool import read_run
-
-ROOT = Path(__file__).parents[2]
+from tests.integration.ranks import run_two
 
 
 @pytest.mark.slow
 def test_both_ranks_go_on_from_the_newest_that_both_can_use(tmp_path: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.resume_worker", str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=100)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors
+    errors = run_two("resume_worker", str(tmp_path))
     (one,), (other,) = ((tmp_path / name).iterdir() for name in ("whole", "parted"))
     assert one.name == other.name
 
