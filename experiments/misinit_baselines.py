@@ -5,7 +5,8 @@ Four sets of constants that went by that name, read in code releases and papers,
 - mixln: pixeli99/MixLN and lmsdss/LayerNorm-Scaling (option `deeppost`) initialise with gain (8N)^(+1/4), the sign of
   the exponent inverted, and fix alpha at 2.83, that of 32 blocks. A toy model's update grew with a slope of 0.9.
   Expected: steeper than DeepNorm's by over 0.25 (half-way to the half that one missing constant costs, as in
-  update-bounded), and at 24 blocks it dies, as Post-Norm does, where DeepNorm trains.
+  update-bounded), and at 24 blocks it dies, as Post-Norm does, where DeepNorm trains. Its updates scatter by two
+  decades between seeds, so it and DeepNorm have more depths and seeds than the others.
 - keel: Keel's baseline has beta = (2N)^(-1/4). The bound of the update goes with beta^2: 2 times DeepNorm's at every
   depth (2.2 in a toy model), with the same slope. Expected: over 1.41 times, half-way between 1 and 2 in the
   logarithm, and not steeper by over 0.25; and it still trains at 24 blocks.
@@ -26,6 +27,7 @@ TRAINING = described(DEPTH)
 BLOCKS = 24
 # No deeper: at 96 blocks MixLN's update after 10 steps is not linear in the rate, whether that is 1e-6, 3e-6 or 1e-5.
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 3}
+SCATTERED = dict.fromkeys((4, 6, 8, 12, 16, 24, 32, 48), 6)
 STACKS = {3: 3, 6: 3, 12: 3, 24: 2, 48: 2}  # blocks of the encoder, and as many of the decoder
 SGD = {**UPDATE, **WEIGHTS, "train.optim.name": "sgd", "train.schedule.warmup_steps": 0, "train.eval_every": 0}
 TWO = {**SGD, "data.task": "copy", "data.source": "embedded", "train.optim.lr": 1e-4}
@@ -69,7 +71,7 @@ CLAIM = Claim(
     },
     core=False,
     depth_keys=dict.fromkeys(TWO_STACKS, ("model.N", "model.M")),
-    control=(Trains("mixln", at=(6,)),),
+    control=(Trains("mixln", at=(2,)),),
     expect=(
         Steeper("mixln-sgd", "paper-sgd", "update", step=UPDATE_STEP, by=SLOPE_BAR),
         Steeper("keel-sgd", "paper-sgd", "update", step=UPDATE_STEP, by=SLOPE_BAR, side="not more"),
@@ -92,9 +94,10 @@ CLAIM = Claim(
         "cpu": Profile(
             main={
                 "paper": {BLOCKS: 3},
-                "mixln": {6: 3, BLOCKS: 3},
+                "mixln": {2: 3, 6: 3, BLOCKS: 3},
                 "keel": {BLOCKS: 3},
-                **dict.fromkeys(("paper-sgd", "mixln-sgd", "keel-sgd"), DEPTHS),
+                **dict.fromkeys(("paper-sgd", "mixln-sgd"), SCATTERED),
+                "keel-sgd": DEPTHS,
                 **dict.fromkeys(TWO_STACKS, STACKS),
             },
             low_lr={"mixln": {BLOCKS: 1}},
@@ -102,9 +105,10 @@ CLAIM = Claim(
         "gpu": Profile(
             main={
                 "paper": {BLOCKS: 3, 100: 3, 200: 3},
-                "mixln": {6: 3, BLOCKS: 3, 100: 3, 200: 3},
+                "mixln": {2: 3, 6: 3, BLOCKS: 3, 100: 3, 200: 3},
                 "keel": {BLOCKS: 3, 100: 3, 200: 3},
-                **dict.fromkeys(("paper-sgd", "mixln-sgd", "keel-sgd"), DEPTHS),
+                **dict.fromkeys(("paper-sgd", "mixln-sgd"), SCATTERED),
+                "keel-sgd": DEPTHS,
                 **{key: {**STACKS, 24: 3, 48: 3, 96: 3} for key in TWO_STACKS},
             },
             low_lr={"mixln": {BLOCKS: 3, 100: 1, 200: 1}},
@@ -136,6 +140,9 @@ CLAIM = Claim(
         "width 64 and 120 steps of 512 tokens with Adam; the published baselines are language models of 130M to "
         "1B parameters",
         "the encoder-decoder models are measured by their updates alone, not trained; two seeds at 24 and 48 blocks",
+        "a first run had 6 blocks as the control of MixLN's constants, where they were stuck too, and a slope of "
+        "theirs over 6 to 48 blocks in 3 seeds that was too uncertain to decide (1.04 above DeepNorm's, -0.99 to "
+        "3.06); then came the control at 2 blocks, more depths and more seeds. No expectation was changed",
         PILOT,
     ),
 )

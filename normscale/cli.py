@@ -292,7 +292,7 @@ def _check(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from normscale.tracking import draw, show
     from normscale.tracking.find import find_run
-    from normscale.tracking.spool import is_written, read_run
+    from normscale.tracking.reader import is_written, read_run
 
     folder = find_run(options.run, options.runs)
     record, alive = read_run(folder), is_written(folder)
@@ -306,7 +306,7 @@ def _show(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     from normscale.tracking import diff, draw
     from normscale.tracking.find import find_run
-    from normscale.tracking.spool import read_run
+    from normscale.tracking.reader import read_run
 
     a, b = (read_run(find_run(word, options.runs)) for word in (options.run, options.other))
     if options.json:

@@ -50,7 +50,7 @@ def step(blocks: int, tries: int, compute: str = "fp32") -> tuple[float, float]:
     from normscale.tracking.spool import SpoolWriter
     from normscale.train.engine import Engine
     from normscale.train.loop import Trainer
-    from normscale.train.run import subject_of
+    from normscale.train.observe import subject_of
 
     torch.set_num_threads(1)
     config = RunConfig(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from normscale.cli import main
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 
 ROOT = Path(__file__).parents[1]
 QUICK = str(ROOT / "configs" / "train" / "quick.yaml")

@@ -10,7 +10,8 @@ import numpy as np
 
 from normscale.config.schema import RunConfig
 from normscale.errors import StoreError
-from normscale.tracking.spool import SPOOL, read_run
+from normscale.tracking.reader import read_run
+from normscale.tracking.spool import SPOOL
 
 Device = Literal["cpu", "cuda"]
 

@@ -17,7 +17,8 @@ from normscale.claims.verdict import Judgement
 from normscale.errors import StoreError
 from normscale.tracking.files import write_whole
 from normscale.tracking.manifest import read_manifest
-from normscale.tracking.spool import SPOOL, RunRecord, read_run
+from normscale.tracking.reader import RunRecord, read_run
+from normscale.tracking.spool import SPOOL
 
 _SAID: set[Path] = set()  # folders of runs whose records cannot be read
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from normscale.claims.claim import Cell, Role, Verdict
 from normscale.claims.fit import Estimate
 from normscale.claims.state import State, state_of
-from normscale.tracking.spool import RunRecord, Series
+from normscale.tracking.reader import RunRecord, Series
 
 WORST_FIRST: tuple[Verdict, ...] = ("refuted", "inconclusive", "not run", "supported")
 MAIN: tuple[Role, ...] = ("main", "control")

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from normscale.tracking.reader import RunRecord, Series
 from normscale.tracking.record import ROUNDING, has_trained
-from normscale.tracking.spool import RunRecord, Series
 
 Label = Literal["trained", "stuck", "diverged", "undecided", "missing"]
 

@@ -4,7 +4,8 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
-from normscale.config.schema import RunConfig, Section
+from normscale.config.schema import RunConfig
+from normscale.config.values import Section
 
 
 class Key(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from normscale.config.schema import Flag, Section
+from normscale.config.values import Flag, Section
 from normscale.norms.norm import Norm, register
 from normscale.ops.norm import layernorm
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import normscale.norms as package
-from normscale.config.schema import Section
+from normscale.config.values import Section
 from normscale.ops.residual import scaled_residual
 from normscale.registry import Registry
 

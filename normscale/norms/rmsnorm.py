@@ -4,7 +4,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from normscale.config.schema import Flag, Section, conflict
+from normscale.config.values import Flag, Section, conflict
 from normscale.norms.norm import Norm, register
 from normscale.ops.norm import rmsnorm
 

@@ -3,7 +3,7 @@
 from math import pow, sqrt
 from typing import Literal
 
-from normscale.config.schema import Section
+from normscale.config.values import Section
 from normscale.schemes.post import PostNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Role, Site

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from normscale.config.schema import Section
+from normscale.config.values import Section
 
 Side = Literal["encoder", "decoder"]
 Kind = Literal["self", "cross", "ffn"]

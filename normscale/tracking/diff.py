@@ -8,8 +8,9 @@ import numpy as np
 
 from normscale.config.sources import plain
 from normscale.tracking.draw import Look, log_span, resampled, span_of, sparkline
+from normscale.tracking.reader import RunRecord
 from normscale.tracking.show import at, points
-from normscale.tracking.spool import RunRecord, strict
+from normscale.tracking.spool import strict
 from normscale.tracking.text import number
 
 APART = 1e-6  # a relative difference from which two training losses are not the same

@@ -16,7 +16,7 @@ import numpy as np
 from normscale.tracking import pictures
 from normscale.tracking.manifest import Manifest
 from normscale.tracking.mlflow_pages import event_page
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.reader import RunRecord
 from normscale.tracking.text import render
 
 if TYPE_CHECKING:

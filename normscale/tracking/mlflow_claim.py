@@ -26,7 +26,8 @@ from normscale.tracking.mlflow_run import (
     run_tags,
     stamp,
 )
-from normscale.tracking.spool import SPOOL, RunRecord, is_written
+from normscale.tracking.reader import RunRecord, is_written
+from normscale.tracking.spool import SPOOL
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from normscale.tracking.manifest import Cell, Manifest
+from normscale.tracking.reader import RunRecord, Series
 from normscale.tracking.record import QUANTITIES, TRAINED_NATS, has_trained
-from normscale.tracking.spool import RunRecord, Series
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
 NON_FINITE = QUANTITIES["nonfinite"].mlflow or "2-health/nonfinite"

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from normscale.tracking.manifest import Manifest
 from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, update_at_end
 from normscale.tracking.mlflow_view import APART
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.reader import RunRecord
 from normscale.tracking.text import event_line, nonfinite_points, number
 
 ML = "workflowType=machine_learning"  # without it a first visit lands in the mode for language-model applications

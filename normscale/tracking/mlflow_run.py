@@ -12,7 +12,8 @@ from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import sink_state
 from normscale.tracking.manifest import Manifest
 from normscale.tracking.mlflow_requests import Store
-from normscale.tracking.spool import SPOOL, RunRecord, read_run
+from normscale.tracking.reader import RunRecord, read_run
+from normscale.tracking.spool import SPOOL
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

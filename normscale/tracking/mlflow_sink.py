@@ -20,8 +20,9 @@ from normscale.tracking.mlflow_claim import replay_claim, replay_family
 from normscale.tracking.mlflow_requests import Gone, Store, SyncReport
 from normscale.tracking.mlflow_run import cached_record, draw_run, replay_run, run_tags
 from normscale.tracking.mlflow_store import ensure_store, one_line, resolve, unreachable
+from normscale.tracking.reader import is_written
 from normscale.tracking.sink_process import finish_sink, links, parent_gone, start_sink, ui, ui_command, wait_for_health
-from normscale.tracking.spool import SPOOL, is_written
+from normscale.tracking.spool import SPOOL
 
 __all__ = [
     "SyncReport",

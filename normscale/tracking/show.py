@@ -12,8 +12,9 @@ from normscale.config.sources import plain
 from normscale.progress import duration
 from normscale.tracking.draw import Look, Plot, Points, log_span, span_of, sparkline
 from normscale.tracking.mlflow_layout import outcome
+from normscale.tracking.reader import RunRecord
 from normscale.tracking.record import TRAINED_NATS
-from normscale.tracking.spool import RunRecord, strict
+from normscale.tracking.spool import strict
 from normscale.tracking.text import event_line, number
 
 LABEL = 10  # columns of the labels at the left

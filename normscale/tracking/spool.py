@@ -1,4 +1,4 @@
-"""The spool: an append-only file of JSON lines beside each run, and its reader. What the records hold: record.py.
+"""The spool: an append-only file of JSON lines beside each run. reader.py reads it, record.py says what it holds.
 
 A line is one `write` to a descriptor opened for appending, so a killed process loses at most the line it was writing.
 Numbers that are not finite are the strings "NaN", "+Inf" and "-Inf" (the file is strict JSON) and come back as floats.
@@ -6,28 +6,25 @@ Numbers that are not finite are the strings "NaN", "+Inf" and "-Inf" (the file i
 
 import base64
 import errno
-import fcntl
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from normscale.errors import StoreError
-from normscale.tracking.files import read_regular, try_lock
+from normscale.tracking.files import try_lock
 from normscale.tracking.record import PROFILES, QUANTITIES, Outcome
 
 SPOOL = "spool.jsonl"
-REPEATABLE = frozenset(("loss_train", "loss_val", "grad_norm"))  # a step that is made again gives them again
-_NON_FINITE = {"NaN": math.nan, "+Inf": math.inf, "-Inf": -math.inf}
+NON_FINITE = {"NaN": math.nan, "+Inf": math.inf, "-Inf": -math.inf}
 
 
 class SpoolWriter:
@@ -163,111 +160,6 @@ class SpoolWriter:
             self.last = record["step"]
 
 
-@dataclass
-class Series:
-    """One scalar over steps, in step order; values may be NaN or infinite."""
-
-    steps: list[int] = field(default_factory=list)
-    applied: list[int] = field(default_factory=list)
-    t: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Profile:
-    """One array over depth, a row of `data` per step."""
-
-    steps: list[int]
-    t: list[int]
-    data: NDArray[np.float32]
-
-
-@dataclass
-class RunRecord:
-    """Everything the spool of a run says, newest attempt first.
-
-    `attempt` is the newest attempt, `first_attempt` the oldest whose records count (a restart from step 0 drops all
-    before it), `torn` the number of unreadable lines, `reached` {attempt: its last step with metrics} of those that
-    count and whose start is there.
-    """
-
-    run_dir: Path
-    run_id: str
-    start: dict[str, Any]
-    series: dict[str, Series]
-    profiles: dict[str, Profile]
-    events: list[dict[str, Any]]
-    end: dict[str, Any] | None
-    attempt: int
-    first_attempt: int = 1
-    torn: int = 0
-    reached: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def finished(self) -> bool:
-        """Returns whether the run came to its own end, on finite numbers or not."""
-        return self.end is not None and self.end.get("outcome") in ("finished", "nan")
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Returns the summary of the end record, empty before the end."""
-        return dict(self.end.get("summary", {})) if self.end else {}
-
-    def last_finite(self, key: str) -> float | None:
-        """Returns the newest finite value of a scalar, or None."""
-        values = self.series[key].values if key in self.series else []
-        return next((value for value in reversed(values) if math.isfinite(value)), None)
-
-
-def read_run(run_dir: Path) -> RunRecord:
-    """Returns what the spool of a run holds so far; a line that is torn or that no writer of ours made is left out.
-
-    Raises:
-        StoreError: there is no spool, or it cannot be read.
-    """
-    run_dir = Path(run_dir)
-    try:
-        lines = read_regular(run_dir / SPOOL).split(b"\n")
-    except OSError as error:
-        message = f"{run_dir / SPOOL}: cannot be read ({error.strerror}); is this the folder of a run?"
-        raise StoreError(message) from None
-    records, torn = _parse(lines)
-    newest = max((record["attempt"] for record in records), default=1)
-    starts = {record["attempt"]: record for record in records if record["kind"] == "start"}
-    first = max((number for number, start in starts.items() if not start.get("from_step")), default=1)
-    kept = [record for record in records if record["attempt"] >= first]
-    start = starts.get(newest, starts[max(starts)] if starts else {})
-    end = None
-    for record in kept:
-        if record["kind"] == "end" and record["attempt"] == newest:
-            end = record | {"summary": {key: _float(value) for key, value in record.get("summary", {}).items()}}
-    events = _events(kept)
-    run_id = str(start.get("run_id") or run_dir.name)
-    series, profiles = _series(kept), _profiles(kept)
-    reached = _reached(kept)
-    return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn, reached)
-
-
-def next_attempt(run_dir: Path) -> int:
-    """Returns the attempt number that a writer opened now should carry: 1 for a new run."""
-    return read_run(run_dir).attempt + 1 if (Path(run_dir) / SPOOL).exists() else 1
-
-
-def is_written(run_dir: Path) -> bool:
-    """Returns whether a living process holds the run's folder for writing."""
-    try:
-        descriptor = os.open(Path(run_dir) / ".lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _lock(path: Path) -> int | None:
     """Tries for a moment: a reader that asks whether the run is alive touches the lock for microseconds."""
     for _ in range(10):
@@ -277,192 +169,9 @@ def _lock(path: Path) -> int | None:
     return None
 
 
-def _parse(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Returns the records, with the arrays of profiles unpacked, and the number of lines that are no records."""
-    records, torn = [], 0
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            good = _is_record(record)
-        except (ValueError, RecursionError):
-            good = False
-        if good:
-            records.append(record)
-        else:
-            torn += 1
-    return records, torn
-
-
-def _is_record(record: Any) -> bool:
-    """Returns whether this is a record whose fields have the types that a writer gives them; unpacks a profile."""
-    if not isinstance(record, dict) or not (_whole(record.get("t")) and _whole(record.get("attempt"))):
-        return False
-    kind = record.get("kind")
-    if not isinstance(kind, str):
-        return False
-    check = _CHECKS.get(kind)
-    return check is None or check(record)  # a kind of a later version is passed over
-
-
-def _is_start(record: dict[str, Any]) -> bool:
-    config = record.get("config") or {}
-    rows = record.get("rows") or []
-    return (
-        _sections(record, "config", "identity", "environment", "data", "model", "backend", "precision_seen")
-        and _sections(config, "model", "data", "train", "precision", "probes", "tracking")
-        and _sections(config.get("train") or {}, "optim", "schedule")
-        and _whole(record.get("from_step", 0))
-        and all(isinstance(record.get(key), str | None) for key in ("run_id", "outer_run"))
-        and isinstance(rows, list)
-        and all(isinstance(row, str) for row in rows)
-    )
-
-
-def _is_metrics(record: dict[str, Any]) -> bool:
-    values = record.get("values")
-    at = _whole(record.get("step")) and _whole(record.get("applied"))
-    return at and isinstance(values, dict) and all(map(_number, values.values()))
-
-
-def _is_profile(record: dict[str, Any]) -> bool:
-    data = record.get("data")
-    if not (_whole(record.get("step")) and isinstance(record.get("name"), str) and isinstance(data, dict)):
-        return False
-    if not isinstance(data.get("f32"), str):
-        return False
-    array = np.frombuffer(base64.b64decode(data["f32"]), dtype="<f4")  # ValueError where it is no array
-    record["data"] = array
-    return data.get("shape") == [array.size]
-
-
-def _is_event(record: dict[str, Any]) -> bool:
-    return _whole(record.get("step")) and isinstance(record.get("event"), str)
-
-
-def _is_end(record: dict[str, Any]) -> bool:
-    summary = record.get("summary", {})
-    if not (record.get("outcome") in get_args(Outcome) and _whole(record.get("exit_code"))):
-        return False
-    return isinstance(summary, dict) and all(
-        _number(value) if _is_numeric(key) else isinstance(value, str | int | float) for key, value in summary.items()
-    )
-
-
-_CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "start": _is_start,
-    "metrics": _is_metrics,
-    "profile": _is_profile,
-    "event": _is_event,
-    "end": _is_end,
-}
-
-
-def _sections(record: Mapping[str, Any], *names: str) -> bool:
-    return all(isinstance(record.get(name), dict | None) for name in names)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _number(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in _NON_FINITE
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**63
-    return isinstance(value, float)
-
-
-def _is_numeric(key: str) -> bool:
-    """Returns whether a field of a summary is a number by its name."""
-    counts = ("unigram_nats", "steps", "seconds", "train_seconds", "graphs")
-    speed = ("flops_per_step", "tflops_s", "peak_flops")
-    return key in QUANTITIES or key in counts or key in speed or key.startswith("update@")
-
-
-def _reached(records: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Returns {attempt: its last step with metrics}, of attempts whose start is there, too."""
-    reached = {record["attempt"]: 0 for record in records if record["kind"] == "start"}
-    for record in records:
-        attempt = record["attempt"]
-        if record["kind"] == "metrics" and attempt in reached:
-            reached[attempt] = max(reached[attempt], record["step"])
-    return reached
-
-
-def _series(records: Sequence[dict[str, Any]]) -> dict[str, Series]:
-    points: dict[str, dict[int, tuple[int, int, int, float]]] = {}
-    for record in records:
-        if record["kind"] != "metrics":
-            continue
-        step, attempt = record["step"], record["attempt"]
-        for key, value in record["values"].items():
-            of_key = points.setdefault(key, {})
-            if step not in of_key or of_key[step][0] <= attempt:
-                of_key[step] = (attempt, record["applied"], record["t"], _float(value))
-    series = {}
-    for key, of_key in points.items():
-        rows = sorted(of_key.items())
-        applied, t, values = ([row[1][column] for row in rows] for column in (1, 2, 3))
-        series[key] = Series([row[0] for row in rows], applied, t, values)  # type: ignore[arg-type]
-    return series
-
-
-def _events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the events, each once: what is told of a step that was made again is what its newest attempt told.
-
-    Where a step that was made again gave other numbers, that is an event, too.
-    """
-    events = [record for record in records if record["kind"] == "event"]
-    newest: dict[tuple[str, int], int] = {}
-    for event in events:
-        key = (event["event"], event["step"])
-        newest[key] = max(newest.get(key, 0), event["attempt"])
-    events = [event for event in events if event["attempt"] == newest[event["event"], event["step"]]]
-    return events + _differing(records)
-
-
-def _differing(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns an event for every attempt that did not give the numbers that were there already."""
-    first: dict[tuple[str, int], Any] = {}
-    events: dict[int, dict[str, Any]] = {}
-    for record in records:
-        if record["kind"] != "metrics":
-            continue
-        for key in sorted(REPEATABLE & record["values"].keys()):
-            value = record["values"][key]
-            before = first.setdefault((key, record["step"]), value)
-            if before == value:
-                continue
-            event = {"kind": "event", "t": record["t"], "attempt": record["attempt"], "step": record["step"]}
-            event |= {"event": "rerun_differs", "key": key, "before": _float(before), "now": _float(value), "values": 0}
-            events.setdefault(record["attempt"], event)["values"] += 1
-    return list(events.values())
-
-
-def _profiles(records: Sequence[dict[str, Any]]) -> dict[str, Profile]:
-    newest: dict[str, dict[int, dict[str, Any]]] = {}
-    for record in records:
-        if record["kind"] == "profile":
-            of_name = newest.setdefault(record["name"], {})
-            if record["step"] not in of_name or of_name[record["step"]]["attempt"] <= record["attempt"]:
-                of_name[record["step"]] = record
-    profiles = {}
-    for name, of_name in newest.items():
-        steps = sorted(of_name)
-        arrays = [of_name[step]["data"] for step in steps]
-        rows = max(array.size for array in arrays)
-        data = np.full((len(steps), rows), np.nan, dtype=np.float32)
-        for index, array in enumerate(arrays):
-            data[index, : array.size] = array
-        profiles[name] = Profile(steps, [of_name[step]["t"] for step in steps], data)
-    return profiles
-
-
-def _float(value: Any) -> Any:
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+def restored(value: Any) -> Any:
+    """Returns a value of the file with what `strict` had to write as text put back."""
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def strict(value: Any) -> Any:

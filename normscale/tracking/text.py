@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from normscale.tracking.reader import RunRecord
 from normscale.tracking.record import QUANTITIES
-from normscale.tracking.spool import RunRecord
 
 
 def number(value: Any, digits: int = 4) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 
 from normscale.claims.claim import Cell, Claim, ProfileName
 from normscale.claims.results import Result
-from normscale.tracking.spool import Profile, RunRecord, Series, SpoolWriter
+from normscale.tracking.reader import Profile, RunRecord, Series
+from normscale.tracking.spool import SpoolWriter
 
 UNIGRAM = 3.25
 

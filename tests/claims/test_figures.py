@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from normscale.claims.claim import Cell, Claim
 from normscale.claims.discover import list_claims
 from normscale.claims.figures import common, drawing, gap, growth, slopes
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, record, results
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from normscale.claims.claim import Cell, Claim
 from normscale.claims.manifest import write_manifest
 from normscale.claims.report import publish, table, writable, write_report
 from normscale.errors import StoreError
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import SLOPES, by_slope, by_theory, record, write
 from tests.claims.test_figures import CLAIMS, DEPTH, UPDATE
 from tests.claims.test_verdict import as_expected, depth_claim

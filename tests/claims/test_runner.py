@@ -12,7 +12,7 @@ from normscale.claims.manifest import manifest_path
 from normscale.claims.runner import run_claims
 from normscale.errors import BadInput
 from normscale.tracking.manifest import read_manifest
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 
 TINY = """
 from normscale.claims.claim import Claim, Profile

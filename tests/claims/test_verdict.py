@@ -8,7 +8,7 @@ from normscale.claims.claim import Cell, Claim, Profile, Verdict
 from normscale.claims.expect import Dies, Slope, Trains
 from normscale.claims.results import Finding, worst
 from normscale.claims.verdict import Judgement, judge
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import record, results
 
 TRAINED, STUCK, UNDECIDED = record(0.8, 0.1), record(0.01), record(0.15)

@@ -10,7 +10,7 @@ from normscale.cli import main
 from normscale.config.agreement import Said, agreed_compute, settled
 from normscale.config.load import read
 from normscale.errors import ConfigError
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 
 CLI = Said("bf16", "override precision.compute=bf16")
 YAML = Said("bf16", "run.yaml:12")

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from normscale.config.schema import RunConfig
-from normscale.train import run as run_module
+from normscale.train.loop import Trainer
+from normscale.train.run import run
 
 OUT = Path(sys.argv[1])
 CONFIG = RunConfig(
@@ -28,7 +29,7 @@ CONFIG = RunConfig(
 
 def main() -> None:
     saved: dict[str, Any] = {"steps": [], "grads": []}
-    original = run_module.Trainer.step
+    original = Trainer.step
 
     def step(self, window, recorder):  # type: ignore[no-untyped-def]
         # In the third step the second rank alone has gradients beyond fp16.
@@ -43,8 +44,8 @@ def main() -> None:
         saved["values"] = self.engine.flat.values.clone()
         return result
 
-    run_module.Trainer.step = step  # type: ignore[method-assign]
-    run_module.run(CONFIG)
+    Trainer.step = step  # type: ignore[method-assign]
+    run(CONFIG)
     torch.save(saved, OUT / f"rank{os.environ['RANK']}.pt")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from normscale.tracking.spool import RunRecord, read_run
+from normscale.tracking.reader import RunRecord, read_run
 from tests.integration.ranks import run_two
 
 

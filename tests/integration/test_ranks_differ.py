@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 from tests.integration.ranks import run_two
 
 

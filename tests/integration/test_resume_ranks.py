@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 from tests.integration.ranks import run_two
 
 

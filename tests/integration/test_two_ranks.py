@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from normscale.config.load import load
-from normscale.tracking.spool import RunRecord, read_run
+from normscale.tracking.reader import RunRecord, read_run
 from normscale.train.run import run
 
 ROOT = Path(__file__).parents[2]

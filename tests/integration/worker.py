@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from normscale.config.schema import RunConfig
-from normscale.train import run as run_module
+from normscale.train.loop import Trainer
+from normscale.train.run import run
 
 OUT = Path(sys.argv[1])
 CONFIG = RunConfig(
@@ -28,7 +29,7 @@ CONFIG = RunConfig(
 
 def main() -> None:
     saved: dict[str, Any] = {"reductions": [], "masks": [], "batches": []}
-    original = run_module.Trainer.step
+    original = Trainer.step
 
     def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Averages as without a hook, and counts."""
@@ -54,8 +55,8 @@ def main() -> None:
         saved["values"] = self.engine.flat.values.clone()
         return result
 
-    run_module.Trainer.step = step  # type: ignore[method-assign]
-    run_module.run(CONFIG)
+    Trainer.step = step  # type: ignore[method-assign]
+    run(CONFIG)
     torch.save(saved, OUT / f"rank{os.environ['RANK']}.pt")
 
 

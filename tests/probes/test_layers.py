@@ -112,7 +112,7 @@ def test_two_sides_have_streams_of_their_own() -> None:
     """The decoder's first block is not compared with what the encoder left."""
     from normscale.config.schema import RunConfig
     from normscale.train.engine import Engine
-    from normscale.train.run import subject_of
+    from normscale.train.observe import subject_of
 
     config = RunConfig(model={**MODEL, "N": 2, "M": 1}, data={"task": "copy"})
     engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))

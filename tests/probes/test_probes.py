@@ -18,7 +18,7 @@ from normscale.probes.spikes import SpikeScore
 from normscale.probes.update import ModelUpdate
 from normscale.train.engine import Engine
 from normscale.train.loop import Trainer, summed_loss
-from normscale.train.run import subject_of
+from normscale.train.observe import subject_of
 
 MODEL = {"M": 3, "d": 16, "heads": 2, "context": 8}
 

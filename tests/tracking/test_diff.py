@@ -9,7 +9,8 @@ import pytest
 from normscale.cli import main
 from normscale.tracking.diff import as_json, diff, differences, relative
 from normscale.tracking.draw import Look
-from normscale.tracking.spool import SpoolWriter, read_run
+from normscale.tracking.reader import read_run
+from normscale.tracking.spool import SpoolWriter
 from tests.tracking.made import make_run
 
 

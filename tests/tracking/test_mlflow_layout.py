@@ -8,7 +8,8 @@ from normscale.tracking import mlflow_layout as layout
 from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import mlflow_view as views
 from normscale.tracking.manifest import read_manifest
-from normscale.tracking.spool import SpoolWriter, read_run
+from normscale.tracking.reader import read_run
+from normscale.tracking.spool import SpoolWriter
 from tests.claims import synthetic
 from tests.tracking.made import VERDICT, cell, make_manifest, make_run
 

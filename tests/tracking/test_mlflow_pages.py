@@ -5,7 +5,7 @@ from pathlib import Path
 
 from normscale.tracking.manifest import Cell, Manifest
 from normscale.tracking.mlflow_pages import _table
-from normscale.tracking.spool import RunRecord, Series
+from normscale.tracking.reader import RunRecord, Series
 
 
 def record(gap: float, **numbers: float) -> RunRecord:

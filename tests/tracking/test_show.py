@@ -10,8 +10,9 @@ import pytest
 
 from normscale.cli import main
 from normscale.tracking.draw import Look
+from normscale.tracking.reader import read_run
 from normscale.tracking.show import amount, as_json, show
-from normscale.tracking.spool import SPOOL, SpoolWriter, read_run
+from normscale.tracking.spool import SPOOL, SpoolWriter
 from tests.tracking.made import make_run
 
 

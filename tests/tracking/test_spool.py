@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from normscale.errors import StoreError
-from normscale.tracking.spool import SPOOL, SpoolWriter, is_written, next_attempt, read_run
+from normscale.tracking.reader import is_written, next_attempt, read_run
+from normscale.tracking.spool import SPOOL, SpoolWriter
 
 
 def lines(run_dir):

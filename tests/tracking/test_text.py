@@ -1,6 +1,7 @@
 import math
 
-from normscale.tracking.spool import SpoolWriter, read_run
+from normscale.tracking.reader import read_run
+from normscale.tracking.spool import SpoolWriter
 from normscale.tracking.text import number, render
 
 

@@ -11,7 +11,7 @@ from normscale.models.builder import build
 from normscale.norms import norm_names
 from normscale.ops.products import NATIVE, Native, Rounded
 from normscale.schemes import scheme_names
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 from normscale.train.engine import Engine, check_precision, products_of
 from normscale.train.run import run
 from tests.probes.test_probes import Notes, trained, windows

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from normscale.train import loop
-from normscale.train import run as run_module
 from normscale.train.loop import Trainer, summed_loss
 from normscale.train.run import run
 from tests.probes.test_probes import Notes, windows
@@ -134,7 +133,7 @@ def test_the_right_micro_batch_is_looked_at() -> None:
 def test_a_gradient_alone_stops_a_run_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, outcome: str, code: int, steps: int
 ) -> None:
-    original = run_module.Trainer.step
+    original = Trainer.step
 
     def step(self, window, recorder):  # type: ignore[no-untyped-def]
         with backward_fault(self, site=2, step=3):
@@ -142,7 +141,7 @@ def test_a_gradient_alone_stops_a_run_too(
         assert math.isfinite(result.loss)
         return result
 
-    monkeypatch.setattr(run_module.Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "step", step)
     train = {"steps": 6, "batch": 4, "eval_batches": 2, "on_nonfinite": policy}
     result = run(config(tmp_path, train=train, probes={"every": 2}))
     summary = result.summary

@@ -16,7 +16,7 @@ from normscale.probes.probe import Probe
 from normscale.train import loop
 from normscale.train.engine import DDPEngine, Engine
 from normscale.train.loop import IGNORE, Trainer, summed_loss
-from normscale.train.run import subject_of
+from normscale.train.observe import subject_of
 from tests.probes.test_probes import MODEL, Notes, windows
 
 

@@ -7,11 +7,12 @@ import torch
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.data.task import MicroBatch
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 from normscale.train import flops
 from normscale.train.flops import Lengths, flops_per_step
+from normscale.train.loop import Trainer
 from normscale.train.meter import Meter
-from normscale.train.run import Trainer, run
+from normscale.train.run import run
 from tests.train.test_run import config
 
 CPU = torch.device("cpu")

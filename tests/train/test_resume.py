@@ -22,10 +22,12 @@ from safetensors.torch import load_file
 
 from normscale.config.schema import RunConfig
 from normscale.schemes import Weight, registry
-from normscale.tracking.spool import RunRecord, SpoolWriter, read_run
+from normscale.tracking.reader import RunRecord, read_run
+from normscale.tracking.spool import SpoolWriter
 from normscale.train import checkpoint as checkpoint_module
-from normscale.train import run as run_module
+from normscale.train.loop import Trainer
 from normscale.train.run import RunResult, run
+from normscale.train.session import Session
 from tests.train.test_faults import backward_fault
 from tests.train.test_scheme_hooks import Guest
 
@@ -153,13 +155,13 @@ def test_interrupted_twice_and_a_third_time_before_the_next_checkpoint(tmp_path:
 
 def faulty(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Makes some steps' gradients infinite."""
-    original = run_module.Trainer.step
+    original = Trainer.step
 
     def step(self, window, recorder):  # type: ignore[no-untyped-def]
         with backward_fault(self, site=2, step=self.attempted + 1 if self.attempted + 1 in steps else 0):
             return original(self, window, recorder)
 
-    monkeypatch.setattr(run_module.Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "step", step)
 
 
 def test_skipped_steps_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +232,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_end_ends(
     one = run(config(tmp_path / "whole"))
     parted = config(tmp_path / "parted")
     with monkeypatch.context() as patch:
-        patch.setattr(run_module._Session, "summary", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Session, "summary", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(parted)
     other, from_step = resumed(parted)

@@ -8,9 +8,12 @@ import pytest
 
 from normscale.config.schema import RunConfig
 from normscale.errors import ConfigError, DataError, StoreError
-from normscale.tracking.spool import SpoolWriter, read_run
+from normscale.tracking.reader import read_run
+from normscale.tracking.spool import SpoolWriter
 from normscale.train import run as run_module
-from normscale.train.run import run, run_id_of
+from normscale.train.identity import run_id_of
+from normscale.train.loop import Trainer
+from normscale.train.run import run
 
 
 def config(runs: Path, **parts: object) -> RunConfig:
@@ -88,7 +91,7 @@ def test_bf16_is_seen_in_products_and_the_stream_stays_fp32(tmp_path: Path) -> N
 def test_a_non_finite_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, outcome: str, code: int, steps: int
 ) -> None:
-    original = run_module.Trainer.step
+    original = Trainer.step
 
     def step(self, window, recorder):  # type: ignore[no-untyped-def]
         bias = self.engine.inner.sublayers()[1].branch.up.bias.data
@@ -100,7 +103,7 @@ def test_a_non_finite_step(
             bias.copy_(saved)
         return result
 
-    monkeypatch.setattr(run_module.Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "step", step)
     train = {"steps": 6, "batch": 4, "eval_batches": 2, "on_nonfinite": policy}
     result = run(config(tmp_path, train=train, probes={"every": 2}))
     assert (result.outcome, result.exit_code, result.summary["steps"]) == (outcome, code, steps)

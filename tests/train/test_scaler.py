@@ -13,11 +13,12 @@ from normscale.config.schema import LossScaleConfig, RunConfig
 from normscale.models.builder import build
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients
+from normscale.tracking.reader import read_run
 from normscale.tracking.record import QUANTITIES
-from normscale.tracking.spool import read_run
 from normscale.train.engine import Engine
 from normscale.train.loop import Step, Trainer
-from normscale.train.run import run, subject_of
+from normscale.train.observe import subject_of
+from normscale.train.run import run
 from normscale.train.scaler import LARGEST, Change, LossScale
 from tests.probes.test_probes import MODEL, Notes, windows
 from tests.train.test_run import config

@@ -15,8 +15,8 @@ from normscale.data.corpus import corpus_of
 from normscale.data.task import load_task
 from normscale.models.builder import build
 from normscale.schemes import Depth, Make, Own, Parts, Scheme, Site, Streams, registry
-from normscale.tracking.spool import read_run
-from normscale.train import run as run_module
+from normscale.tracking.reader import read_run
+from normscale.train.loop import Trainer
 from normscale.train.run import run
 from tests.train.test_run import config
 
@@ -26,7 +26,7 @@ SMALL = {"M": 2, "d": 16, "heads": 2, "context": 16}
 def first_step(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """What a run begins with: its first batch, its initial weights, and the first dropout mask."""
     seen: dict[str, Tensor] = {}
-    original = run_module.Trainer.step
+    original = Trainer.step
 
     def step(self, window, recorder):  # type: ignore[no-untyped-def]
         seen["batch"], seen["weights"] = window[0][0], self.engine.flat.values.clone()
@@ -36,7 +36,7 @@ def first_step(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> di
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.Trainer, "step", step)
+        patch.setattr(Trainer, "step", step)
         train = {"steps": 1, "batch": 4, "eval_batches": 1}
         run(config(tmp_path, seed=seed, model=SMALL | {"dropout": 0.5}, train=train, probes={"every": 1}), fresh=True)
     return seen
@@ -97,14 +97,14 @@ def test_the_summary_is_that_of_the_last_step(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_spike_share_of_a_run_counts_its_bad_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = run_module.Trainer.step
+    original = Trainer.step
 
     def step(self, window, recorder):  # type: ignore[no-untyped-def]
         inner = self.engine.inner
         self.engine.model = lambda tokens, rows: inner(tokens, rows) * (math.nan if self.attempted == 2 else 1.0)
         return original(self, window, recorder)
 
-    monkeypatch.setattr(run_module.Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "step", step)
     train = {"steps": 5, "batch": 4, "eval_batches": 1, "on_nonfinite": "skip"}
     summary = run(config(tmp_path, train=train, probes={"every": 1})).summary
     assert (summary["spike"], summary["skipped"], summary["applied"]) == (1 / 5, 1, 4)

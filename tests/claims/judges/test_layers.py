@@ -10,7 +10,7 @@ from normscale.claims.claim import Cell, Claim, Profile
 from normscale.claims.expect import Along, Layered, Thirds, Trains
 from normscale.claims.judges.layers import compared, describe, slope, thirds
 from normscale.claims.verdict import Judgement, judge
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import record, results
 from tests.claims.test_verdict import depth_claim
 

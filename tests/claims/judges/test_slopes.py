@@ -9,7 +9,7 @@ from normscale.claims.claim import Cell, Claim, Profile
 from normscale.claims.expect import Larger, Numeric, Slope, SlopeWithin, Steeper
 from normscale.claims.judges.slopes import describe, pairs_of
 from normscale.claims.verdict import Judgement, judge
-from normscale.tracking.spool import RunRecord
+from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import record, results
 from tests.claims.test_verdict import depth_claim
 

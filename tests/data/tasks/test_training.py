@@ -5,7 +5,7 @@ import math
 import pytest
 
 from normscale.data.task import load_task
-from normscale.tracking.spool import read_run
+from normscale.tracking.reader import read_run
 from normscale.train.run import run
 from tests.data.made import TASKS, config_of
 

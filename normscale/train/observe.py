@@ -1,0 +1,99 @@
+"""What may be seen of a model on its engine: by the probes, and of its precision."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscale.data.task import IGNORE, MicroBatch
+from normscale.models.init import weights
+from normscale.models.projection import Projection
+from normscale.models.stack import Transformer
+from normscale.ops.products import Rounded
+from normscale.probes.probe import Subject
+from normscale.schemes import Role
+from normscale.train.denormals import flushed
+from normscale.train.engine import Engine
+from normscale.train.loop import summed_loss
+
+
+def subject_of(engine: Engine) -> Subject:
+    """Returns what the probes may look at of a model on its engine."""
+    model = engine.inner
+    groups = model.site_parameters()
+    last_out = [weight.name for weight in weights(model) if weight.role == Role("ffn", "out")][-1:]
+
+    def features(inputs: Mapping[str, Tensor]) -> Tensor:
+        with engine.aside() as quiet:
+            return quiet.features(**inputs)
+
+    def streams_between(inputs: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        seen: list[Tensor] = []
+        with engine.aside() as quiet:
+            quiet.features(**inputs, outputs=seen)
+        encoder = seen[: model.depth.N + 1] if model.depth.N else []
+        return [side for side in (encoder, seen[len(encoder) :]) if side]
+
+    def loss(inputs: Mapping[str, Tensor], targets: Tensor, skip: int | None) -> Tensor:
+        with engine.aside() as quiet:
+            total = summed_loss(quiet(**inputs, skip=skip), targets)
+        return total / (targets != IGNORE).sum()
+
+    return Subject(
+        sites=[site.name for site in model.sites()],
+        streams=model.stream_count,
+        width=model.d,
+        device=engine.device,
+        features=features,
+        gradient_squares=lambda: engine.flat.squares(groups),
+        last_out_square=lambda: engine.flat.squares([last_out]),
+        streams_between=streams_between,
+        loss=loss,
+    )
+
+
+def precision_seen(engine: Engine, batch: MicroBatch) -> dict[str, str]:
+    """Returns the dtypes that one forward pass really used, not the ones that were asked for.
+
+    Where products are rounded (`simulated`), `compute` is the format, if the first product's result is in it.
+    """
+    seen: dict[str, str] = {}
+    products = engine.products
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if name == "compute" and isinstance(products, Rounded) and products.holds(tensor):
+                dtype = products.format.dtype
+            seen.setdefault(name, dtype)
+
+        return hook
+
+    sublayer = engine.inner.sublayers()[0]
+    product = next(m for m in sublayer.modules() if isinstance(m, Projection))
+    hooks = [product.register_forward_hook(note("compute")), sublayer.register_forward_hook(note("stream"))]
+    try:
+        with _eager(engine.inner), engine.aside() as model:
+            model.features(**batch.to(engine.device).inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    seen["params"] = str(engine.flat.values.dtype).removeprefix("torch.")
+    seen["grads"] = str(engine.flat.grads.dtype).removeprefix("torch.")
+    seen["reduce"] = engine.reduced_in()
+    seen["softmax"] = "float32"
+    if products.softmax == "compute":
+        seen["softmax"] = products.in_attention.dtype if isinstance(products, Rounded) else seen["compute"]
+    seen["tf32"] = str(engine.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32).lower()
+    seen["simulated"] = str(isinstance(products, Rounded)).lower()
+    seen["flush_denormals"] = str(flushed() == "all").lower()
+    return seen
+
+
+def _eager(model: Transformer) -> AbstractContextManager[Any]:
+    """Returns a context in which a compiled model runs eagerly, so that hooks inside its blocks fire."""
+    compiled = any("forward" in vars(block) for block in model.blocks)
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

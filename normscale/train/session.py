@@ -1,0 +1,227 @@
+"""A run while it trains: its batches, probes and trainer, and the numbers they come to."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from normscale.config.schema import RunConfig
+from normscale.data.batches import Batches, held_out_batches, unigram_of
+from normscale.data.task import Task
+from normscale.models.attention import attention_backend
+from normscale.norms import Norm
+from normscale.ops.products import Rounded
+from normscale.probes.activations import Activations
+from normscale.probes.gradients import Gradients, depth_slope
+from normscale.probes.layers import Layers
+from normscale.probes.probe import Array, Probe
+from normscale.probes.update import ModelUpdate
+from normscale.tracking.record import Outcome
+from normscale.tracking.spool import SpoolWriter
+from normscale.train.checkpoint import Checkpoints, random_state, set_random_state
+from normscale.train.engine import DTYPES, Engine
+from normscale.train.identity import environment, identity
+from normscale.train.loop import Recorder, Trainer
+from normscale.train.meter import Meter
+from normscale.train.observe import precision_seen, subject_of
+
+OnStep = Callable[[int, int, float], None]
+
+LAYER_BATCHES = 2  # held-out batches that blocks are left out on: what a block is worth is a difference on one text
+
+
+class Session:
+    """What lives from the start of a run to its end."""
+
+    def __init__(self, config: RunConfig, task: Task, engine: Engine) -> None:
+        self.config, self.task, self.engine = config, task, engine
+        train = config.train
+        self.batches = Batches(
+            task.train,
+            batch=train.batch,
+            seed=config.seed,
+            accumulate=train.accumulate,
+            rank=engine.rank,
+            world=engine.world,
+        )
+        self.held_out = held_out_batches(task, train.batch, train.eval_batches)
+        self.unigram_nats = unigram_of(task, self.held_out)
+        self.probes = _probes(config, task)
+        subject = subject_of(engine)
+        for probe in self.probes:
+            probe.attach(subject)
+        self.trainer = Trainer(engine, config, self.probes)
+        self.meter = Meter(config, task.vocab, engine.device, engine.world)
+        self.seconds = 0.0
+        self.checkpoint_s = 0.0
+        self.loss_val = self.loss_train = math.nan
+        self._warned = False
+        self._graphs_before = _compiled_graphs()
+
+    def facts(self, run_id: str, from_step: int) -> dict[str, Any]:
+        """Returns the fields of the start record."""
+        model, engine = self.engine.inner, self.engine
+        return {
+            "run_id": run_id,
+            "from_step": from_step,
+            "config": self.config.model_dump(mode="json"),
+            "identity": identity(self.config),
+            "environment": {**environment(), "threads": torch.get_num_threads()},
+            "data": {**self.task.facts(), **self.batches.facts(), "unigram_nats": self.unigram_nats},
+            "model": {
+                "params": sum(p.numel() for p in model.parameters()),
+                "sites": len(model.sites()),
+                "structures": model.structures,
+                "eps": sorted({m.eps for m in model.modules() if isinstance(m, Norm)}),
+            },
+            "engine": engine.name,
+            "backend": {
+                "norm": "eager",
+                "attention": self._attention(),
+            },
+            "precision_seen": precision_seen(engine, self.held_out[0]),
+            "rows": [site.name for site in model.sites()],
+            "outer_run": os.environ.get("MLFLOW_RUN_ID"),
+        }
+
+    def _attention(self) -> str:
+        model, products = self.config.model, self.engine.products
+        if isinstance(products, Rounded):
+            return "rounded"
+        if products.softmax == "compute":
+            return "unfused"
+        dtype = DTYPES[self.config.precision.compute]
+        shape = (model.heads, model.context, model.d // model.heads)
+        return attention_backend(shape, model.dropout, dtype, self.engine.device, causal=model.M > 0)
+
+    def train(self, recorder: "SpoolWriter | Silent", checkpoints: Checkpoints, on_step: OnStep | None) -> Outcome:
+        """Runs the steps to come, with the evaluations and checkpoints that are asked for, and returns the outcome."""
+        train, every = self.config.train, self.config.checkpoint.every
+        started, before = time.perf_counter() - self.seconds, self.trainer.attempted
+        if before == 0:
+            self.evaluate(0, recorder)
+        for step in range(before + 1, train.steps + 1):
+            begun = time.perf_counter()
+            window = self.batches.window(step - 1)
+            result = self.trainer.step(window, recorder)
+            self.meter.add(time.perf_counter() - begun, window, result.targets)
+            self.loss_train, self.seconds = result.loss, time.perf_counter() - started
+            if on_step is not None:
+                on_step(step, train.steps, result.loss)
+            stop = not result.applied and not result.overflow and train.on_nonfinite == "stop"
+            if stop or step == train.steps or (train.eval_every and step % train.eval_every == 0):
+                self.evaluate(step, recorder)
+                stop = stop or (train.on_nonfinite == "stop" and not math.isfinite(self.loss_val))
+            if stop:
+                return "nan"
+            if every and (step % every == 0 or step == train.steps):
+                started += self.save(step, recorder, checkpoints)
+        return "finished" if math.isfinite(self.loss_val) and self.trainer.applied else "nan"
+
+    def evaluate(self, step: int, recorder: Recorder) -> None:
+        """Records the held-out loss and its distance to the unigram entropy of the same batches."""
+        self.loss_val = self.trainer.evaluate(self.held_out)
+        values = {"loss_val": self.loss_val, "loss_gap": self.unigram_nats - self.loss_val}
+        recorder.metrics(step, self.trainer.applied, values)
+
+    def save(self, step: int, recorder: "SpoolWriter | Silent", checkpoints: Checkpoints) -> float:
+        """Writes a checkpoint; returns the seconds it took. If it cannot be written, training goes on without it."""
+        begun = time.perf_counter()
+        recorder.sync()  # a checkpoint must not be ahead of the records
+        if failed := checkpoints.save(step, recorder.attempt, recorder.last, self.state_dict()):
+            recorder.event(step, "checkpoint_failed", reason=failed)
+            if self.engine.rank == 0 and not self._warned:
+                message = f"normscale: {checkpoints.path(step)}: the checkpoint could not be written ({failed})"
+                print(f"{message}; training goes on, the checkpoints before it are kept", file=sys.stderr, flush=True)
+            self._warned = True
+        spent = time.perf_counter() - begun
+        self.checkpoint_s += spent
+        self.trainer.paused(spent)
+        return spent
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a run goes on from; where the data stand follows from the step."""
+        numbers = {name: getattr(self, name) for name in ("loss_val", "loss_train", "seconds", "checkpoint_s")}
+        return {"session": numbers, "trainer": self.trainer.state_dict(), "own": random_state(self.engine.device)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        for name, number in state["session"].items():
+            setattr(self, name, number)
+        self.trainer.load_state_dict(state["trainer"])
+        set_random_state(state["own"], self.engine.device)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the fields of the end record's summary."""
+        trainer = self.trainer
+        bad_step, bad_layer, bad_parameter = trainer.first_bad or (-1, -1, None)
+        if bad_step < 0 and not trainer.applied:  # each was put down to the loss scale
+            bad_step = 1
+        gradient = trainer.last_profiles.get("grad_norm")
+        return {
+            "loss_val": self.loss_val,
+            "loss_train": self.loss_train,
+            "unigram_nats": self.unigram_nats,
+            "gap": self.unigram_nats - self.loss_val,
+            "grad_slope": math.nan if gradient is None else depth_slope(gradient),
+            "grad_min_end": math.nan if gradient is None else float(gradient.min()),
+            "bad_step": trainer.attempted if bad_step < 0 and not math.isfinite(self.loss_val) else bad_step,
+            "bad_layer": bad_layer,
+            "bad_parameter": bad_parameter or "",
+            "spike": trainer.spikes.score,
+            "skipped": trainer.attempted - trainer.applied,
+            "steps": trainer.attempted,
+            "applied": trainer.applied,
+            "seconds": self.seconds,
+            "checkpoint_s": self.checkpoint_s,
+            **self.meter.summary(),
+            "graphs": _compiled_graphs() - self._graphs_before,
+            **{f"update@{step}": value for step, value in trainer.updates.items()},
+        }
+
+
+class Silent:
+    """The recorder of every rank but the first."""
+
+    lost = attempt = last = 0
+    gone: str | None = None
+
+    def sync(self) -> None: ...
+
+    def start(self, **fields: Any) -> None: ...
+
+    def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None: ...
+
+    def profile(self, step: int, name: str, data: Array) -> None: ...
+
+    def event(self, step: int, event: str, **fields: Any) -> None: ...
+
+    def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _probes(config: RunConfig, task: Task) -> list[Probe]:
+    probes: list[Probe] = []
+    if config.probes.profiles:
+        probes += [Activations(), Gradients()]
+    if config.probes.update.steps:
+        n = config.probes.update.sequences
+        fixed = held_out_batches(task, n, 1, key="probes.update.sequences")[0]
+        probes.append(ModelUpdate(fixed.inputs, config.probes.update.steps))
+    if config.probes.layers:
+        batches = held_out_batches(task, config.train.batch, LAYER_BATCHES, key="probes.layers")
+        probes.append(Layers([(batch.inputs, batch.targets_BT) for batch in batches], config.train.steps))
+    return probes
+
+
+def _compiled_graphs() -> int:
+    if "torch._dynamo" not in sys.modules:  # it is slow to import, and eager runs never do
+        return 0
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
