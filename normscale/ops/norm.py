@@ -4,6 +4,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from normscale.ops import peers
+from normscale.ops.backends import choose
+from normscale.ops.spec import NormSpec, check_shapes
+from normscale.ops.statistics import Statistics
+
+
+def norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    *,
+    backend: str = "eager",
+    statistics: Statistics | None = None,
+) -> Tensor:
+    """Returns Norm(x), in the dtype of `x`; z of the statistics is x.
+
+    Shape: x [..., D]; gamma, bias [D] or None; result [..., D].
+
+    Raises:
+        BadInput: shapes or devices do not fit.
+        BackendError: `backend` names one that cannot run it.
+    """
+    check_shapes("norm", x, gamma, bias)
+    if backend != "eager":
+        backend = choose(backend, "norm", spec, x, gamma, bias)
+    if backend == "triton":
+        from normscale.ops import registered
+
+        return registered.norm(x, gamma, bias, spec, statistics)
+    if statistics is not None:
+        x = statistics.watch(x)
+    y = normalise(x, gamma, bias, spec) if backend == "eager" else peers.norm(backend, x, gamma, bias, spec)
+    if statistics is not None:
+        statistics.write(x, y)
+    return y
+
+
+def normalise(x: Tensor, gamma: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    """Returns the norm that `spec` names, in the dtype of `x`: what every operation here is defined by.
+
+    Shape: x [..., D]; gamma, bias [D] or None; result [..., D].
+    """
+    if spec.zero_centred and gamma is not None:
+        gamma = 1.0 + gamma.to(torch.promote_types(gamma.dtype, torch.float32))
+    if spec.kind == "layernorm":
+        return layernorm(x, gamma, bias, spec.eps)
+    y = rmsnorm(x, gamma, spec.eps)
+    return y if bias is None else (y + bias).to(x.dtype)
+
 
 def layernorm(x: Tensor, gamma: Tensor | None, bias: Tensor | None, eps: float | Tensor) -> Tensor:
     """Returns gamma * (x - mean) / sqrt(var + eps) + bias, in the dtype of `x`.

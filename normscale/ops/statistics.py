@@ -1,20 +1,55 @@
 """Row statistics of a tensor: what the probes ask of every stream and branch."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 STATISTICS = ("sum_of_squares", "absmax", "nonfinite")
 
 
+@dataclass(frozen=True)
+class Statistics:
+    """Where an operation writes the statistics of what it normalises (z), of its result (y) and of z's gradient (dz).
+
+    In Pre-Norm z is the stream; in the Post-Norm family it is alpha * residual + branch, which exists nowhere else.
+    Whoever hands out the row numbers says which. What has no row number is not measured and costs nothing.
+
+    Shape: rows, grad_rows [R, 3] fp32; z, y, dz [1] int64, row numbers (see `write_row`); dz belongs to grad_rows.
+    """
+
+    rows: Tensor
+    z: Tensor | None = None
+    y: Tensor | None = None
+    grad_rows: Tensor | None = None
+    dz: Tensor | None = None
+
+    def write(self, z: Tensor, y: Tensor) -> None:
+        """Writes what is asked of a forward pass."""
+        for index, tensor in ((self.z, z), (self.y, y)):
+            if index is not None:
+                write_row(self.rows, index, tensor)
+
+    def watch(self, z: Tensor) -> Tensor:
+        """Returns `z`, whose gradient will be measured on its way back."""
+        if self.grad_rows is None or self.dz is None:
+            return z
+        watched: Tensor = _Watch.apply(z, self.grad_rows, self.dz)  # type: ignore[no-untyped-call]
+        return watched
+
+
 def statistics(x: Tensor) -> Tensor:
     """Returns [sum of squares, largest absolute value, number of non-finite entries] of `x` in fp32.
 
     Sums of squares and not their roots, since only sums and maxima can be folded over micro-batches and ranks. A NaN
-    makes the first two NaN; the third is always finite.
+    makes the first two NaN; the third is always finite. An empty tensor gives zeros.
 
     Shape: x any; result [3].
     """
     x = x.detach().float()
+    if x.numel() == 0:
+        return x.new_zeros(3)
     return torch.stack([x.square().sum(), x.abs().amax(), (~torch.isfinite(x)).sum().float()])
 
 
@@ -28,3 +63,17 @@ def write_row(rows: Tensor, index: Tensor, x: Tensor) -> None:
     """
     with torch.no_grad():
         rows.index_copy_(0, index, statistics(x).unsqueeze(0))
+
+
+class _Watch(torch.autograd.Function):
+    """The identity; backward writes the statistics of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.rows, ctx.index = rows, index
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        write_row(ctx.rows, ctx.index, grads[0])
+        return grads[0], None, None

@@ -1,0 +1,395 @@
+"""The kernels as operations of PyTorch: opaque to the compiler, with shapes for tracing, and with gradients.
+
+Three operations serve the public ones: `normscale::norm_forward`, `norm_backward` and `write_partials`. CUDA tensors
+go to the kernels; CPU tensors to `ops.formulas`, or to the kernels where Triton interprets them. A graph sees one node
+a pass, so that what the compiler does with a user kernel's scalars cannot reach ours.
+
+No result shares memory with an argument. Gradients of a gradient are not defined.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from normscale.ops import formulas
+from normscale.ops.backends import INTERPRETED
+from normscale.ops.launch import (
+    Gradients,
+    Inputs,
+    Wanted,
+    as_rows,
+    backward_calls,
+    backward_demand,
+    forward_call,
+    forward_demand,
+    reduce_call,
+)
+from normscale.ops.spec import Kind, NormSpec
+from normscale.ops.statistics import Statistics
+from normscale.ops.tiling import WIDEST_ALPHA, backward_tiling, forward_tiling, is_folded, is_split, weights_tiling
+
+_LIBRARY = torch.library.Library("normscale", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "norm_forward(Tensor x, Tensor? residual, Tensor? alpha, Tensor? gamma, Tensor? bias, Tensor? seed, "
+    "float dropout, str kind, float eps, bool zero_centred, bool store_z, bool measure_z, bool measure_y) "
+    "-> (Tensor y, Tensor z, Tensor moments, Tensor z_partials, Tensor y_partials)"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "norm_backward(Tensor dy, Tensor? dhandle, Tensor? next_alpha, Tensor? dz, Tensor x, Tensor? residual, "
+    "Tensor? alpha, Tensor? gamma, Tensor? seed, Tensor moments, float dropout, str kind, float eps, "
+    "bool zero_centred, ScalarType? dx_dtype, ScalarType? dresidual_dtype, bool scale_residual, bool want_dgamma, "
+    "bool want_dbias, bool want_dalpha, bool measure_dz) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dgamma, Tensor dbias, Tensor dalpha, Tensor dz_partials)"
+)
+_LIBRARY.define("write_partials(Tensor partials, Tensor(a!) rows, Tensor index) -> ()")  # type: ignore[no-untyped-call]
+
+
+def _work(*tensors: Tensor | None) -> torch.dtype:
+    """Returns fp32, or fp64 where a tensor has it (which only the CPU formulas take)."""
+    wide = any(x is not None and x.dtype is torch.float64 for x in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def _wider(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+def _shapes_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    alpha: Tensor | None,
+    gamma: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    kind: Kind,
+    eps: float,
+    zero_centred: bool,
+    store_z: bool,
+    measure_z: bool,
+    measure_y: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the results of a forward pass, allocated."""
+    n_rows, width = prod(x.shape[:-1]), x.shape[-1]
+    dtype = _wider(x, residual)
+    demand = forward_demand(x, residual, alpha, kind, store_z, measure_z or measure_y)
+    tiling = forward_tiling(n_rows, width, x.device, demand)
+    y = x.new_empty(x.shape, dtype=dtype)
+    z = x.new_empty(x.shape if store_z else (0,), dtype=dtype)
+    moments = x.new_empty((3 if kind == "layernorm" else 1, n_rows), dtype=_work(x, residual))
+    z_partials = x.new_empty((tiling.programs if measure_z else 0, 4), dtype=torch.float32)
+    y_partials = x.new_empty((tiling.programs if measure_y else 0, 4), dtype=torch.float32)
+    return y, z, moments, z_partials, y_partials
+
+
+def _forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    alpha, gamma, bias, seed, dropout, kind, eps, zero_centred, store_z, measure_z, measure_y = rest
+    results = y, z, moments, z_partials, y_partials = _shapes_forward(x, residual, *rest)
+    if y.numel() == 0:
+        return results
+    arguments = (
+        Inputs(
+            as_rows(x),
+            None if residual is None else as_rows(residual),
+            _dense(alpha),
+            _dense(gamma),
+            seed,
+            dropout,
+            NormSpec(kind, eps, zero_centred),
+        ),
+        _dense(bias),
+        as_rows(y),
+        as_rows(z) if store_z else None,
+        moments,
+        z_partials if measure_z else None,
+        y_partials if measure_y else None,
+    )
+    if x.is_cpu and not INTERPRETED:
+        formulas.forward(*arguments)
+    else:
+        forward_call(*arguments).launch()
+    return results
+
+
+def _shapes_backward(
+    dy: Tensor,
+    dhandle: Tensor | None,
+    next_alpha: Tensor | None,
+    dz: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    alpha: Tensor | None,
+    gamma: Tensor | None,
+    seed: Tensor | None,
+    moments: Tensor,
+    dropout: float,
+    kind: Kind,
+    eps: float,
+    zero_centred: bool,
+    dx_dtype: torch.dtype | None,
+    dresidual_dtype: torch.dtype | None,
+    scale_residual: bool,
+    want_dgamma: bool,
+    want_dbias: bool,
+    want_dalpha: bool,
+    measure_dz: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the results of a backward pass, allocated; an empty one is not wanted."""
+    n_rows, width = prod(x.shape[:-1]), x.shape[-1]
+    inputs = Inputs(x, residual, alpha, gamma, seed, dropout, NormSpec(kind, eps, zero_centred))
+    demand = backward_demand(inputs, Gradients(dy, dhandle, next_alpha, dz), measure_dz)
+    sums = want_dgamma or want_dbias or (want_dalpha and width <= WIDEST_ALPHA)
+    programs = backward_tiling(n_rows, width, x.device, demand, sums).programs
+    return (
+        x.new_empty(x.shape if dx_dtype else (0,), dtype=dx_dtype or x.dtype),
+        x.new_empty(x.shape if dresidual_dtype else (0,), dtype=dresidual_dtype or x.dtype),
+        x.new_empty((width if want_dgamma else 0,), dtype=moments.dtype),
+        x.new_empty((width if want_dbias else 0,), dtype=moments.dtype),
+        x.new_empty((width if want_dalpha else 0,), dtype=moments.dtype),
+        x.new_empty((programs if measure_dz else 0, 4), dtype=torch.float32),
+    )
+
+
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    dy, dhandle, next_alpha, dz, x, residual, alpha, gamma, seed, moments, dropout, kind, eps, zero_centred = given[:14]
+    dx_dtype, dresidual_dtype, scale_residual, want_dgamma, want_dbias, want_dalpha, measure_dz = given[14:]
+    results = dx, dresidual, dgamma, dbias, dalpha, dz_partials = _shapes_backward(*given)
+    if x.numel() == 0:
+        for total in (dgamma, dbias, dalpha):
+            total.zero_()
+        return results
+    inputs = Inputs(
+        as_rows(x),
+        None if residual is None else as_rows(residual),
+        _dense(alpha),
+        _dense(gamma),
+        seed,
+        dropout,
+        NormSpec(kind, eps, zero_centred),
+    )
+    gradients = Gradients(
+        as_rows(dy),
+        None if dhandle is None else as_rows(dhandle),
+        _dense(next_alpha),
+        None if dz is None else as_rows(dz),
+    )
+    n_rows, width = inputs.x.shape
+    demand = backward_demand(inputs, gradients, measure_dz)
+    apart = want_dalpha and width > WIDEST_ALPHA
+    if is_split(width, demand):
+        partial_rows = weights_tiling(n_rows, width, x.device).programs
+    else:
+        sums = want_dgamma or want_dbias or (want_dalpha and not apart)
+        partial_rows = backward_tiling(n_rows, width, x.device, demand, sums).programs
+    partials = [
+        x.new_empty((partial_rows, width), dtype=moments.dtype) if want else None
+        for want in (want_dgamma, want_dbias, want_dalpha and not apart)
+    ]
+    wanted = Wanted(
+        as_rows(dx) if dx_dtype else None,
+        as_rows(dresidual) if dresidual_dtype else None,
+        dgamma=partials[0],
+        dbias=partials[1],
+        dalpha=partials[2],
+        dz_partials=dz_partials if measure_dz else None,
+        scale_residual=scale_residual,
+    )
+    if x.is_cpu and not INTERPRETED:
+        formulas.backward(inputs, gradients, moments, wanted)
+    else:
+        if gradients.dhandle is not None and is_folded(width, demand):
+            both = torch.addcmul(gradients.dy.float(), gradients.dhandle.float(), next_alpha.float())
+            gradients = Gradients(both, dz=gradients.dz)
+        for call in backward_calls(inputs, gradients, moments, wanted):
+            call.launch()
+    if apart:
+        partials[2] = x.new_empty((1, width), dtype=moments.dtype)
+        formulas.backward(inputs, gradients, moments, Wanted(dalpha=partials[2]))
+    for total, partial in zip((dgamma, dbias, dalpha), partials, strict=True):
+        if partial is not None:
+            torch.sum(partial, dim=0, out=total)
+    return results
+
+
+def _dense(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
+
+
+def _write_partials(partials: Tensor, rows: Tensor, index: Tensor) -> None:
+    if partials.is_cpu and not INTERPRETED:
+        row = partials.sum(0)[:3]
+        row[1] = partials[:, 1].amax() if partials.shape[0] else 0.0
+        row[:2] = torch.where(partials[:, 3].sum() > 0, torch.nan, row[:2])
+        rows.index_copy_(0, index, row.unsqueeze(0))
+    else:
+        reduce_call(partials, rows, index).launch()
+
+
+for _name, _run in (("norm_forward", _forward), ("norm_backward", _backward), ("write_partials", _write_partials)):
+    _LIBRARY.impl(_name, _run, "CPU")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_name, _run, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("normscale::norm_forward", _shapes_forward)
+torch.library.register_fake("normscale::norm_backward", _shapes_backward)
+torch.library.register_fake("normscale::write_partials", lambda partials, rows, index: None)
+_ops = torch.ops.normscale
+
+
+class _Fused(torch.autograd.Function):
+    """The public operations: y, or y and z where the sum is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        alpha: Tensor | None,
+        gamma: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        dropout: float,
+        kind: Kind,
+        eps: float,
+        zero_centred: bool,
+        store_z: bool,
+        rows: Tensor | None,
+        z_index: Tensor | None,
+        y_index: Tensor | None,
+        grad_rows: Tensor | None,
+        dz_index: Tensor | None,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.norm = (float(dropout), kind, float(eps), zero_centred)
+        measured = rows is not None and z_index is not None, rows is not None and y_index is not None
+        y, z, moments, z_partials, y_partials = _ops.norm_forward(
+            x, residual, alpha, gamma, bias, seed, *ctx.norm, store_z, *measured
+        )
+        if rows is not None and z_index is not None:
+            _ops.write_partials(z_partials, rows, z_index)
+        if rows is not None and y_index is not None:
+            _ops.write_partials(y_partials, rows, y_index)
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype
+        ctx.unscaled = alpha is None
+        ctx.grad_rows, ctx.dz_index = grad_rows, dz_index
+        if store_z:
+            ctx.save_for_backward(z, None, None, gamma, seed, moments)
+            return y, z
+        ctx.save_for_backward(x, residual, alpha, gamma, seed, moments)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, residual, alpha, gamma, seed, moments = ctx.saved_tensors
+        nothing = (None,) * 11
+        if dy is None:
+            if dz is None:
+                return None, None, None, None, None, *nothing
+            dy = torch.zeros_like(dz)
+        need_x, need_residual, need_alpha, need_gamma, need_bias = ctx.needs_input_grad[:5]
+        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+        # One gradient serves both inputs where none is scaled: half of what would be written.
+        shared = need_x and need_residual and ctx.unscaled and ctx.norm[0] == 0 and x_dtype is residual_dtype
+        dx, dresidual, dgamma, dbias, dalpha, partials = _ops.norm_backward(
+            dy,
+            None,
+            None,
+            dz,
+            x,
+            residual,
+            alpha,
+            gamma,
+            seed,
+            moments,
+            *ctx.norm,
+            x_dtype if need_x else None,
+            residual_dtype if need_residual and not shared else None,
+            not ctx.unscaled,
+            need_gamma,
+            need_bias,
+            need_alpha,
+            ctx.grad_rows is not None and ctx.dz_index is not None,
+        )
+        if ctx.grad_rows is not None and ctx.dz_index is not None:
+            _ops.write_partials(partials, ctx.grad_rows, ctx.dz_index)
+        if need_alpha and alpha.dim() == 0:
+            dalpha = dalpha.sum()
+        return (
+            dx if need_x else None,
+            (dx if shared else dresidual) if need_residual else None,
+            dalpha.to(alpha.dtype) if need_alpha else None,
+            dgamma.to(gamma.dtype) if need_gamma else None,
+            dbias.to(bias_dtype) if need_bias else None,
+            *nothing,
+        )
+
+
+def _apply(
+    x: Tensor,
+    residual: Tensor | None,
+    alpha: Tensor | None,
+    gamma: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    statistics: Statistics | None,
+    *,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
+    store_z: bool = False,
+) -> Any:
+    where: tuple[Tensor | None, ...] = (None,) * 5
+    if statistics is not None:
+        where = (statistics.rows, statistics.z, statistics.y, statistics.grad_rows, statistics.dz)
+    tensors: tuple[Tensor | None, ...] = (x, residual, alpha, gamma, bias, seed if dropout else None)
+    if torch.compiler.is_compiling():
+        tensors, where = _distinct(tensors), _distinct(where)
+    constants = (dropout, spec.kind, spec.eps, spec.zero_centred, store_z)
+    return _Fused.apply(*tensors, *constants, *where)  # type: ignore[no-untyped-call]
+
+
+def _distinct(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Returns the tensors with a view in place of one that stands before: Dynamo takes no tensor twice."""
+    distinct: list[Tensor | None] = []
+    for tensor in tensors:
+        again = tensor is not None and any(tensor is other for other in distinct)
+        distinct.append(tensor.view_as(tensor) if tensor is not None and again else tensor)
+    return tuple(distinct)
+
+
+def norm(
+    x: Tensor, gamma: Tensor | None, bias: Tensor | None, spec: NormSpec, statistics: Statistics | None = None
+) -> Tensor:
+    """As `ops.norm.norm`."""
+    y: Tensor = _apply(x, None, None, gamma, bias, spec, statistics)
+    return y
+
+
+def add_norm(
+    residual: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    statistics: Statistics | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `ops.add_norm.add_norm`."""
+    y, z = _apply(x, residual, None, gamma, bias, spec, statistics, store_z=True)
+    return z, y
+
+
+def residual_norm(
+    residual: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    statistics: Statistics | None = None,
+) -> Tensor:
+    """As `ops.residual_norm.residual_norm`."""
+    y: Tensor = _apply(x, residual, alpha, gamma, bias, spec, statistics, seed=seed, dropout=dropout)
+    return y

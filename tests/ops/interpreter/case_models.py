@@ -1,0 +1,124 @@
+"""Whole models on the kernels: losses, gradients, statistics and records equal eager's; run in the interpreter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normscale.config.schema import ModelConfig, RunConfig
+from normscale.models.builder import build
+from normscale.models.stack import Transformer
+from normscale.norms import norm as norms
+from normscale.norms import set_backend
+from normscale.tracking.reader import read_run
+from normscale.train.run import run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZE = {"d": 12, "heads": 2, "context": 6, "positions": "learned"}
+TOKENS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+SOURCE = torch.randint(0, 32, (2, 5), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+TOPOLOGIES = {"decoder": {"M": 2}, "both": {"N": 1, "M": 1}}
+EVERYWHERE = {"embedding_norm": True, "qk_norm": "head", "kv_latent": 6}
+
+
+def model_of(backend: Any, **options: Any) -> Transformer:
+    model = build(ModelConfig(**SIZE | {"backend": "eager"} | options), 32, 0).to(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(DEVICE))
+    set_backend(model, backend)
+    return model
+
+
+def steps_of(model: Transformer, both: bool, **autocast: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.zeros(len(model.sites()) * (1 + model.stream_count), 3, device=DEVICE)
+    with torch.autocast(DEVICE, enabled=bool(autocast), **autocast):
+        logits = model(TOKENS, rows, **({"source_BS": SOURCE} if both else {}))
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), TOKENS.flatten())
+    loss.backward()
+    return loss.detach(), rows
+
+
+def check_gradients(model: Transformer, wanted: Transformer, bound: float = 1e-5) -> None:
+    """Compares every parameter's gradient; some are 0 but for rounding (a bias on k), hence the floor."""
+    floor = 1e-2 * max(float(p.grad.norm()) for p in wanted.parameters())  # type: ignore[union-attr]
+    for (name, a), b in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        assert a.grad is not None, name
+        assert float((a.grad - b.grad).norm()) <= bound * max(float(b.grad.norm()), floor), name  # type: ignore
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("scheme", ["post", "deepnorm", "pre", "peri", "reordered"])
+def test_a_model_on_the_kernels_is_the_eager_one(scheme: str, norm: str, topology: str) -> None:
+    options = TOPOLOGIES[topology] | EVERYWHERE | {"scheme": scheme, "norm": norm}
+    eager, fused = model_of("eager", **options), model_of("triton", **options)
+    (want, rows), (got, found) = (steps_of(model, topology == "both") for model in (eager, fused))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, rows, rtol=1e-4, atol=1e-5)
+    check_gradients(fused, eager, 1e-5)
+
+
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"norm_options": {"gain": False, "bias": False}}])
+def test_checkpointed_and_bare_norms(options: dict[str, Any]) -> None:
+    eager, fused = (model_of(backend, M=2, scheme="deepnorm", **options) for backend in ("eager", "triton"))
+    for model in (eager, fused):
+        steps_of(model, both=False)
+    check_gradients(fused, eager, 1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["deepnorm", "pre"])
+def test_beside_bf16_products_a_model_is_as_near_to_fp32_as_eager(scheme: str) -> None:
+    options = {"M": 2, "scheme": scheme} | EVERYWHERE
+    exact, eager, fused = (model_of(backend, **options) for backend in ("eager", "eager", "triton"))
+    want, _ = steps_of(exact, both=False)
+    half = {"dtype": torch.bfloat16}
+    off = [float((steps_of(model, both=False, **half)[0] - want).abs()) for model in (eager, fused)]
+    assert off[1] <= max(2 * off[0], 2e-2)
+    for (name, a), b, c in zip(fused.named_parameters(), eager.parameters(), exact.parameters(), strict=True):
+        assert (a.grad - c.grad).norm() <= 2 * (b.grad - c.grad).norm() + 2e-2 * c.grad.norm(), name  # type: ignore
+
+
+def test_the_post_norm_family_goes_through_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    real = norms.residual_norm_handle
+    monkeypatch.setattr(norms, "residual_norm_handle", lambda *a, **k: called.append(True) or real(*a, **k))
+    steps_of(model_of("triton", M=2, scheme="deepnorm"), both=False)
+    assert len(called) == 4
+    steps_of(model_of("eager", M=2, scheme="deepnorm"), both=False)
+    assert len(called) == 4
+
+
+@pytest.mark.parametrize("scheme", ["deepnorm", "pre"])
+def test_one_graph_for_each_structure(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: real(f, backend="aot_eager", fullgraph=True))
+    options = {"M": 3, "scheme": scheme}
+    eager = model_of("triton", **options)
+    compiled = model_of("triton", **options, compile=True)
+    counters.clear()
+    (want, _), (got, _) = (steps_of(model, both=False) for model in (eager, compiled))
+    assert counters["stats"]["unique_graphs"] == compiled.structures == 1
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    check_gradients(compiled, eager, 1e-6)
+
+
+def test_a_run_records_that_the_kernels_ran_and_has_eagers_losses(tmp_path: Path) -> None:
+    ran = {}
+    for backend in ("eager", "triton"):
+        config = RunConfig(
+            model={"M": 1, "d": 8, "heads": 1, "context": 8, "backend": backend},
+            data={"max_bytes": 20_000},
+            train={"steps": 2, "batch": 2, "eval_batches": 1},
+            tracking={"runs": str(tmp_path), "uri": None},
+            probes={"every": 1},
+        )
+        ran[backend] = read_run(run(config).run_dir)
+    assert [ran[backend].start["backend"]["norm"] for backend in ran] == ["eager", "triton"]
+    assert ran["triton"].start["identity"]["norms"].startswith("triton")
+    losses = [record.series["loss_train"].values for record in ran.values()]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
