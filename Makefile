@@ -44,6 +44,17 @@ reproduce: $(STAMP) ## trains the core claims' runs, judges them, writes the rep
 test: $(STAMP) ## runs the tests (ARGS= for pytest)
 	@$(PY) -m pytest -q -n auto --maxprocesses 4 $(value ARGS)
 
+.PHONY: test-gpu
+test-gpu: $(STAMP) ## runs the tests that need a GPU (ARGS= for pytest)
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	    echo 'test-gpu: PyTorch finds no GPU here; run it where there is one (TORCH_INDEX= for a CUDA build)' >&2; exit 2; }
+	@$(PY) -m pytest -q -m gpu $(value ARGS)
+
+.PHONY: test-kernels-full
+test-kernels-full: $(STAMP) ## compiles every norm kernel for every GPU target, and breaks each once to see the tests fail
+	@$(PY) -m tests.ops.ahead.compile --full
+	@$(PY) -m tests.ops.mutants --sound
+
 .PHONY: check
 check: $(STAMP) ## format, lint, types and import rules, without running anything
 	@$(PY) -m ruff format --check . || { echo 'make format mends the files above' >&2; exit 1; }
@@ -84,9 +95,21 @@ sync: $(STAMP) ## replays the stored records into MLflow again (ARGS=)
 golden: $(STAMP) ## writes the golden losses anew, to be looked at in git diff
 	@NORMSCALE_WRITE_GOLDEN=1 $(PY) -m pytest -q -k golden
 
+.PHONY: golden-kernels
+golden-kernels: $(STAMP) ## writes what the kernels take of a GPU anew, to be looked at in git diff
+	@$(PY) -m tests.ops.ahead.compile --write
+
 .PHONY: bench
 bench: $(STAMP) ## measures start-up, building and stepping on this machine
 	@$(PY) -m tests.bench
+
+.PHONY: bench-step
+bench-step: $(STAMP) ## measures a DeepNorm step on this CPU, beside others and the machine's products (ARGS=)
+	@$(PY) -m tests.bench_step $(value ARGS)
+
+.PHONY: bench-kernels
+bench-kernels: $(STAMP) ## measures the norm kernels on a GPU, beside others and the device copy (ARGS=)
+	@$(PY) -m tests.bench_kernels $(value ARGS)
 
 .PHONY: clean
 clean: ## removes the environment and caches, keeps runs and reports

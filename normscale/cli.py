@@ -264,11 +264,14 @@ def _say_result(result: "RunResult", uri: str | None) -> None:
 def _check(options: argparse.Namespace) -> int:
     loaded = _loaded(options.words, "normscale check")
     from normscale.config.load import dump
+    from normscale.models.backend import norm_backend
     from normscale.models.builder import build
     from normscale.models.plan import resolve
+    from normscale.train.engine import device_kind
 
     with loaded.sources.placed():
         plan = resolve(loaded.config.model)
+        backend = norm_backend(plan, loaded.config.precision, device_kind())
     import torch
 
     from normscale.claims.cost import VOCAB
@@ -285,6 +288,7 @@ def _check(options: argparse.Namespace) -> int:
     model_config, batch = loaded.config.model, loaded.config.train.batch
     lengths = lengths_of(model_config)
     tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
+    print(f"# norms       {backend}")
     print(f"# a step      {tokens}, {amount(flops_per_step(model_config, VOCAB, batch), 'FLOP')} forward and backward")
     return 0
 

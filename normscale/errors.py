@@ -28,6 +28,13 @@ class ConfigError(BadInput):
         self.key = key
 
 
+class BackendError(ConfigError):
+    """The backend that `model.backend` names cannot run the norms of this model here."""
+
+    def __init__(self, message: str, key: str | None = "model.backend") -> None:
+        super().__init__(message, key)
+
+
 class DataError(BadInput):
     """A corpus cannot be read, is too short, or is not reachable. The message begins with the key at fault."""
 

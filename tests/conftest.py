@@ -33,6 +33,17 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 import pytest  # noqa: E402
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests that need a GPU where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU (make test-gpu)"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_network() -> Iterator[None]:
     """Makes a connection to anything but this machine a failure of the test that tried it."""

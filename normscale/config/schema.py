@@ -29,6 +29,7 @@ from normscale.config.values import (
     unused,
 )
 
+LEAST_NORMAL = 2.0**-126  # of fp32: below it kernels may flush to 0
 LARGEST_SCALE = 2.0**24  # of the loss: more helps nothing in fp16, nor does less than its inverse
 
 
@@ -77,6 +78,10 @@ class ModelConfig(Section):
     init_scaled: Annotated[Flag, says("output projections drawn smaller by sqrt(sublayers), as in GPT-2")] = False
     checkpointing: Annotated[Flag, says("recompute blocks in the backward pass")] = False
     compile: Annotated[Flag, says("compile blocks, one graph per block structure")] = False
+    backend: Annotated[
+        Literal["auto", "eager", "triton", "apex", "liger"],
+        says("what norms run on; auto: Triton kernels on a GPU, else eager"),
+    ] = "auto"
 
     @model_validator(mode="after")
     def _combinations(self) -> "ModelConfig":
@@ -92,6 +97,18 @@ class ModelConfig(Section):
                 "model.positions",
                 "model.d",
                 "model.heads",
+            )
+        if 0 < self.eps < LEAST_NORMAL or self.eps > 1 / LEAST_NORMAL:
+            raise conflict(
+                f"{self.eps:g} is no normal number of fp32, in which norms keep their statistics whatever the"
+                f" precision; give 0, or {LEAST_NORMAL:.3g} to {1 / LEAST_NORMAL:.3g}",
+                "model.eps",
+            )
+        if self.backend in ("apex", "liger") and self.compile:
+            raise conflict(
+                f"{self.backend} runs in eager mode only; set model.compile=false, or model.backend=auto",
+                "model.backend",
+                "model.compile",
             )
         if self.init != "normal" and self.init_std != 0.02:
             raise unused("model.init_std", self.init_std, f"model.init={self.init}", "model.init=normal")

@@ -34,13 +34,10 @@ class Sublayer(nn.Module):
             out = F.dropout(out, self.dropout, self.training)
         if torch.promote_types(out.dtype, streams[0].dtype) is not streams[0].dtype:
             out = out.to(streams[0].dtype)  # a wider branch would widen the stream
-        if rows is not None:
-            write_row(rows, self.rows_of_site[:1], out)
-        streams = self.scheme.write(streams, out, self.own)
-        if rows is not None:
-            for i, stream in enumerate(streams, start=1):
-                write_row(rows, self.rows_of_site[i : i + 1], stream)
-        return streams
+        if rows is None:
+            return self.scheme.write(streams, out, self.own)
+        write_row(rows, self.rows_of_site[:1], out)
+        return self.scheme.write_measured(streams, out, self.own, rows, self.rows_of_site[1:])
 
 
 class Block(nn.Module):

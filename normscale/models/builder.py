@@ -1,5 +1,7 @@
 """From a configuration to a model."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,6 +13,7 @@ from normscale.models.feedforward import FeedForward
 from normscale.models.init import initialise
 from normscale.models.plan import Plan, resolve
 from normscale.models.stack import Transformer
+from normscale.norms import set_backend
 from normscale.schemes import Make, Own, Site
 from normscale.schemes.scheme import Side
 
@@ -41,6 +44,7 @@ def build(config: ModelConfig, vocab: int, seed: int) -> Transformer:
     )
     model = Transformer(plan, vocab, ends, source_ends, [Block(sublayers) for sublayers in blocks.values()], norms)
     initialise(model, config, generator)
+    set_backend(model, config.backend)
     if config.compile:
         _compile(model)
     return model
@@ -55,7 +59,7 @@ def _ends(plan: Plan, side: Side, make: Make, headless: bool = False) -> Own:
 def _streams(plan: Plan, ends: Own, source_ends: Own | None) -> int:
     """Returns the number of the scheme's streams, which rows are laid out by."""
     emb = torch.zeros(1, 1, plan.config.d)
-    counts = [len(plan.scheme.enter(emb, side)) for side in (ends, source_ends) if side is not None]
+    counts = [len(plan.scheme.shown(plan.scheme.enter(emb, side))) for side in (ends, source_ends) if side is not None]
     if len(set(counts)) > 1:
         raise ConfigError(
             f"model.scheme: {plan.config.scheme} has {counts[1]} streams in the encoder and {counts[0]} in the decoder;"
@@ -77,8 +81,11 @@ def _compile(model: Transformer) -> None:
     # of their own: hence four times.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * GRAPHS_A_STRUCTURE * model.structures)
     dynamo.fail_on_recompile_limit_hit = True
+    # Asserts on the compiler's own buffers and a Python wrapper around its kernels are a fifth of a small block's time.
+    # The wrapper in C++ wants CUDA's headers where there is a CUDA device, so it is for CPUs alone.
+    options: dict[str, Any] = {"size_asserts": False, "cpp_wrapper": not torch.cuda.is_available()}
     for block in model.blocks:
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, options=options)
 
 
 def _branch(plan: Plan, site: Site, make: Make) -> nn.Module:

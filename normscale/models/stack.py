@@ -185,7 +185,9 @@ class Transformer(nn.Module):
         if outputs is not None:
             outputs.append(streams[0].detach())
         for i in blocks:
-            if i != skip:
+            if i == skip:
+                streams = self.scheme.shown(streams)
+            else:
                 block = self.blocks[i]
                 if self.checkpointing and torch.is_grad_enabled():
                     # `rows` goes around checkpoint's saved inputs: it is written in place, by the recomputation too.

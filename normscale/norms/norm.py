@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 import normscale.norms as package
 from normscale.config.values import Section
+from normscale.ops.backends import Backend, choose
+from normscale.ops.handles import Handle, Opening, residual_norm_handle
+from normscale.ops.norm import norm as fused_norm
+from normscale.ops.peers import norm as peer_norm
 from normscale.ops.residual import scaled_residual
+from normscale.ops.residual_norm import residual_norm
+from normscale.ops.spec import NormSpec
+from normscale.ops.statistics import Statistics
 from normscale.registry import Registry
 
 
@@ -17,6 +24,10 @@ class Norm(nn.Module):
     A norm is built from its width, eps and options alone; where it stands is the scheme's business. `eps` is kept
     twice on purpose: the float for eager kernels, the 0-d fp32 tensor for compiled graphs (see `ops.norm`). The
     tensor is no part of the state dict: it follows from the configuration.
+
+    A norm that the fused operations know names itself by `spec`; `backend` (see `set_backend`) says what it runs on.
+    On a CPU the eager definition is called as it is, under "auto" too: an opaque operation would hide it from the
+    compiler's fusion.
     """
 
     name: ClassVar[str]
@@ -25,19 +36,70 @@ class Norm(nn.Module):
         """The norm's own options, from `model.norm_options`."""
 
     eps_tensor: Tensor
+    gamma: Tensor | None
+    bias: Tensor | None
+    spec: NormSpec | None = None  # None: the operations have no form of this norm
+    backend: Backend = "auto"
 
     def __init__(self, width: int, eps: float, options: Any) -> None:
         super().__init__()
         self.width, self.eps, self.options = width, eps, options
+        self.register_parameter("gamma", None)
+        self.register_parameter("bias", None)
         self.register_buffer("eps_tensor", torch.tensor(eps, dtype=torch.float32), persistent=False)
 
     def residual(self, residual: Tensor, branch: Tensor, alpha: Tensor) -> Tensor:
-        """Returns Norm(alpha * residual + branch); a norm with a fused form of it overrides this.
+        """Returns Norm(alpha * residual + branch), in one kernel where the backend has one.
 
         Shape: residual, branch [..., D]; alpha 0-d or [D]; result [..., D].
         """
+        fused = (self.backend != "auto" or not branch.is_cpu) and self.backend_for(branch) == "triton"
+        if fused and self.spec is not None:
+            return residual_norm(residual, branch, alpha, self.gamma, self.bias, self.spec, backend="triton")
         out: Tensor = self(scaled_residual(residual, branch, alpha))
         return out
+
+    def opening(self, alpha: float) -> nn.Module:
+        """Returns what a stack of `residual` begins with: see `ops.handles.Opening`. `alpha` is the first site's."""
+        return Opening(self.spec, alpha)
+
+    def residual_handle(
+        self,
+        residual: Tensor,
+        handle: Handle,
+        branch: Tensor,
+        next_alpha: Tensor,
+        statistics: Statistics | None = None,
+    ) -> tuple[Tensor, Handle]:
+        """Returns what `residual` does, and a handle on it for the next site, whose multiplier is `next_alpha`.
+
+        The handle that comes in brings this site's own alpha. Only stacks that run on Triton have handles.
+
+        Shape: residual, branch [..., D]; next_alpha 0-d or [D].
+        """
+        assert self.spec is not None, "the opening makes handles for fused norms alone"
+        return residual_norm_handle(
+            residual, handle, branch, next_alpha, self.gamma, self.bias, self.spec, statistics=statistics
+        )
+
+    def backend_for(self, x: Tensor) -> str:
+        """Returns what runs on `x`: "eager" means the norm's own function.
+
+        The most frequent case, "auto" on a CPU, is seen by callers before they call: 2000 norms a step add up.
+
+        Raises:
+            BackendError: the backend that was asked for cannot run this norm on this tensor.
+        """
+        if self.backend == "eager" or (x.is_cpu and self.backend == "auto"):
+            return "eager"
+        return choose(self.backend, "norm", self.spec, x, self.gamma, self.bias)
+
+    def run(self, backend: str, x: Tensor) -> Tensor:
+        """Returns the norm of `x` on a backend that `backend_for` gave, other than "eager"."""
+        assert self.spec is not None, "choose gives eager for a norm without a spec"
+        if backend == "triton":
+            return fused_norm(x, self.gamma, self.bias, self.spec, backend="triton")
+        return peer_norm(backend, x, self.gamma, self.bias, self.spec)
 
     def current_eps(self) -> float | Tensor:
         """Returns eps as the mode at hand wants it: a float in eager mode, a tensor under the compiler."""
@@ -45,6 +107,13 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps:g}"
+
+
+def set_backend(model: nn.Module, backend: Backend) -> None:
+    """Sets what the norms of a model run on; norms are made with "auto"."""
+    for module in model.modules():
+        if isinstance(module, Norm | Opening):
+            module.backend = backend
 
 
 NORMS: Registry[Norm] = Registry(package, "norm", "model.norm")

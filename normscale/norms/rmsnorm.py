@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from normscale.config.values import Flag, Section, conflict
 from normscale.norms.norm import Norm, register
 from normscale.ops.norm import rmsnorm
+from normscale.ops.spec import NormSpec
 
 
 @register("rmsnorm")
@@ -28,13 +29,14 @@ class RMSNorm(Norm):
                 raise conflict("zero_centred would do nothing with gain=false; remove one of them", "zero_centred")
             return self
 
-    gamma: Tensor | None
-
     def __init__(self, width: int, eps: float, options: Options) -> None:
         super().__init__(width, eps, options)
+        self.spec = NormSpec("rmsnorm", eps, options.zero_centred)
         start = torch.zeros if options.zero_centred else torch.ones
         self.gamma = nn.Parameter(start(width)) if options.gain else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if (self.backend != "auto" or not x.is_cpu) and (backend := self.backend_for(x)) != "eager":
+            return self.run(backend, x)
         gamma = 1.0 + self.gamma if self.options.zero_centred and self.gamma is not None else self.gamma
         return rmsnorm(x, gamma, self.current_eps())

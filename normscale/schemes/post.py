@@ -1,9 +1,12 @@
 """Post-Norm: the norm comes after the sum."""
 
+from typing import Any
+
 from torch import Tensor
 
+from normscale.ops.statistics import Statistics
 from normscale.schemes.registry import register
-from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Site, Streams
+from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
 _EXTRA = "a Post-Norm stream is already normalised after every sum; use scheme=pre for a norm before the branch"
 
@@ -20,8 +23,31 @@ class PostNorm(Scheme):
     refuses = {"pre_norm": _EXTRA, "final_norm": _EXTRA}
 
     def own(self, depth: Depth, site: Site, make: Make) -> Parts:
-        return {"norm": make.norm(), "alpha": self.alpha(depth, site)}
+        after = depth.after(site)
+        next_alpha = 1.0 if after is None else self.alpha(depth, after)
+        return {"norm": make.norm(), "alpha": self.alpha(depth, site), "next_alpha": next_alpha}
+
+    def own_ends(self, depth: Depth, side: Side, make: Make) -> Parts:
+        norm: Any = make.norm()
+        return {"opening": norm.opening(self.alpha(depth, depth.first(side)))}
+
+    def enter(self, emb: Tensor, ends: Own) -> Streams:
+        streams: Streams = ends.module("opening")(emb)
+        return streams
+
+    def shown(self, streams: Streams) -> tuple[Tensor, ...]:
+        return streams[:1]
 
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
-        x: Tensor = own.module("norm").residual(streams[0], out, own.tensor("alpha"))
-        return (x,)
+        """Returns the normed sum and, where the opening has made a handle for fused norms, a handle on it."""
+        if len(streams) == 1:
+            return (own.module("norm").residual(streams[0], out, own.tensor("alpha")),)
+        fused: Streams = own.module("norm").residual_handle(*streams, out, own.tensor("next_alpha"))
+        return fused
+
+    def write_measured(self, streams: Streams, out: Tensor, own: Own, rows: Tensor, index: Tensor) -> Streams:
+        if len(streams) == 1:
+            return super().write_measured(streams, out, own, rows, index)
+        found = Statistics(rows, y=index)
+        fused: Streams = own.module("norm").residual_handle(*streams, out, own.tensor("next_alpha"), found)
+        return fused

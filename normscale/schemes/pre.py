@@ -10,6 +10,10 @@ from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site
 class PreNorm(Scheme):
     """x' = x + F(Norm(x)), and one norm at the end of the stack.
 
+    The sum and the next norm are two operations, `ops.add_norm` being one for both: the sum is made by `write` of one
+    site, the norm by `read` of the next, mostly of another block, and between them the sum is what is measured, what
+    checkpointing keeps and what a block is left out of. Fused, the sum would not exist until the next site reads it.
+
     Reference: Xiong et al. 2020, arXiv:2002.04745, Table 1.
     """
 

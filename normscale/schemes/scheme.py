@@ -13,13 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from normscale.config.values import Section
+from normscale.ops.statistics import write_row
 
 Side = Literal["encoder", "decoder"]
 Kind = Literal["self", "cross", "ffn"]
 Topology = Literal["encoder", "decoder", "encoder-decoder"]
 
-Streams = tuple[Tensor, ...]
-"""What flows from site to site, each [B, T, D]: one tensor for most schemes, two for two-stream schemes, and so on."""
+Streams = tuple[Any, ...]
+"""What flows from site to site: tensors [B, T, D], one for most schemes, two for two-stream schemes, and so on.
+
+A scheme may carry more from site to site, after these; `Scheme.shown` tells the streams from it.
+"""
 
 Parts = Mapping[str, "nn.Module | nn.Parameter | float"]
 """What a scheme owns at a site, by name: norms and other modules, parameters, constants (numbers)."""
@@ -74,6 +78,19 @@ class Depth:
     def sublayers(self, side: Side) -> int:
         """Returns the number of sublayers of one side."""
         return len(self.kinds(side)) * (self.N if side == "encoder" else self.M)
+
+    def after(self, site: Site) -> Site | None:
+        """Returns the next site of the same side, None after its last."""
+        kinds = self.kinds(site.side)
+        place = kinds.index(site.kind) + 1
+        if place < len(kinds):
+            return Site(site.side, site.block, kinds[place], site.index + 1)
+        last = site.block + 1 == (self.N if site.side == "encoder" else self.M)
+        return None if last else Site(site.side, site.block + 1, kinds[0], site.index + 1)
+
+    def first(self, side: Side) -> Site:
+        """Returns the first site of a side."""
+        return Site(side, 0, "self", self.sublayers("encoder") if side == "decoder" else 0)
 
     def sites(self) -> list[Site]:
         """Returns all sites in the order they run: 2N, 2M or 2N + 3M of them."""
@@ -232,12 +249,20 @@ class Scheme:
         """
         return (emb,)
 
+    def shown(self, streams: Streams) -> tuple[Tensor, ...]:
+        """Returns the streams themselves, without what a scheme carries besides: what is measured.
+
+        A scheme must be able to go on from these alone: where a block is left out, the rest is dropped.
+        """
+        return streams
+
     def read(self, streams: Streams, own: Own) -> Tensor:
         """Returns what the sublayer at this site sees.
 
         Shape: result [B, T, D].
         """
-        return streams[0]
+        x: Tensor = streams[0]
+        return x
 
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
         """Returns the streams after the branch output `out` has joined them.
@@ -246,12 +271,25 @@ class Scheme:
         """
         return (streams[0] + out,)
 
+    def write_measured(self, streams: Streams, out: Tensor, own: Own, rows: Tensor, index: Tensor) -> Streams:
+        """Returns what `write` does, and writes the statistics of every stream into its row of `rows`.
+
+        A scheme whose fused norm has these numbers at hand overrides it.
+
+        Shape: rows [R, 3] fp32; index [number of streams] int64.
+        """
+        streams = self.write(streams, out, own)
+        for i, stream in enumerate(self.shown(streams)):
+            write_row(rows, index[i : i + 1], stream)
+        return streams
+
     def exit(self, streams: Streams, ends: Own) -> Tensor:
         """Returns the output of the stack.
 
         Shape: result [B, T, D].
         """
-        return streams[0]
+        x: Tensor = streams[0]
+        return x
 
     # Hooks in a run's life.
 

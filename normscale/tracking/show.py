@@ -140,6 +140,10 @@ def _what(record: RunRecord) -> list[tuple[str, str]]:
         ),
         ("precision", f"{_n(asked)} asked; seen: {_by_value(seen)}"),
         (
+            "kernels",
+            f"norms {_n(at(record, 'backend', 'norm'))}, attention {_n(at(record, 'backend', 'attention'))}",
+        ),
+        (
             "ran on",
             f"{_n(identity.get('device'))} {_n(identity.get('device_name'))}, {_n(threads)} threads, "
             f"{_n(at(record, 'engine'))} engine, world {_n(identity.get('world'))}, host {_n(where.get('host'))}",

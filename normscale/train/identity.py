@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import normscale
 from normscale.config.schema import RunConfig
 from normscale.data.task import load_task
+from normscale.models.backend import norm_backend
 from normscale.models.plan import resolve
 from normscale.train.engine import device_kind, world_size
 
@@ -38,12 +40,15 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         DataError: the corpus cannot be read.
+        BackendError: the norms cannot run on what `model.backend` names.
     """
+    plan = resolve(config.model)
     numerical = config.numerical()
     places = {"source", "languages", "held_out_source", "field", "max_bytes", "held_out"}
     numerical["data"] = {name: value for name, value in numerical["data"].items() if name not in places}
-    numerical["model"] = resolve(config.model).numerical()
+    numerical["model"] = plan.numerical()
     cuda = device_kind() == "cuda"
+    backend = norm_backend(plan, config.precision, device_kind())
     parts = {
         "config": numerical,
         "data_digest": load_task(config).digest,
@@ -52,6 +57,7 @@ def identity(config: RunConfig) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world": world_size(),
         "precision": config.precision.compute,
+        "norms": backend if backend.startswith("eager") else f"{backend}, triton {_version('triton')}",
         "sources": sources_hash(),
         "torch": torch.__version__,
     }
@@ -77,11 +83,19 @@ def environment() -> dict[str, Any]:
         "git": _git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git_commit() -> str | None:

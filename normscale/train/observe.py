@@ -11,6 +11,8 @@ from normscale.data.task import IGNORE, MicroBatch
 from normscale.models.init import weights
 from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
+from normscale.norms import Norm
+from normscale.ops.backends import joined, noted
 from normscale.ops.products import Rounded
 from normscale.probes.probe import Subject
 from normscale.schemes import Role
@@ -91,6 +93,16 @@ def precision_seen(engine: Engine, batch: MicroBatch) -> dict[str, str]:
     seen["simulated"] = str(isinstance(products, Rounded)).lower()
     seen["flush_denormals"] = str(flushed() == "all").lower()
     return seen
+
+
+def norms_seen(engine: Engine, batch: MicroBatch) -> str:
+    """Returns what the norms of one forward pass ran on, not what was asked for."""
+    asked = {module.backend for module in engine.inner.modules() if isinstance(module, Norm)}
+    if engine.device.type == "cpu" and asked <= {"auto", "eager"}:
+        return "eager"  # without a pass: it is all there is
+    with noted() as ran, _eager(engine.inner), engine.aside() as model:
+        model.features(**batch.to(engine.device).inputs)
+    return joined(ran)
 
 
 def _eager(model: Transformer) -> AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ from normscale.train.engine import DTYPES, Engine
 from normscale.train.identity import environment, identity
 from normscale.train.loop import Recorder, Trainer
 from normscale.train.meter import Meter
-from normscale.train.observe import precision_seen, subject_of
+from normscale.train.observe import norms_seen, precision_seen, subject_of
 
 OnStep = Callable[[int, int, float], None]
 
@@ -80,7 +80,7 @@ class Session:
             },
             "engine": engine.name,
             "backend": {
-                "norm": "eager",
+                "norm": norms_seen(engine, self.held_out[0]),
                 "attention": self._attention(),
             },
             "precision_seen": precision_seen(engine, self.held_out[0]),

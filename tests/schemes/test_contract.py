@@ -174,7 +174,7 @@ def test_one_graph_for_each_structure(name: str, monkeypatch: pytest.MonkeyPatch
 
     torch._dynamo.reset()
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="eager", fullgraph=True))
+    monkeypatch.setattr(torch, "compile", lambda f, **_: real(f, backend="eager", fullgraph=True))
     for eps in (1e-5, 1e-3, 1e-1):  # a sweep over eps must not add graphs, and must not be baked in
         config = ModelConfig(**SIZE | {"M": 12}, scheme=name, eps=eps)
         eager, compiled = build(config, 32, 0), build(config.model_copy(update={"compile": True}), 32, 0)

@@ -93,7 +93,7 @@ def test_one_graph_for_each_structure(scheme: str, topology: str, monkeypatch: p
 
     torch._dynamo.reset()
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="eager", fullgraph=True))
+    monkeypatch.setattr(torch, "compile", lambda f, **_: real(f, backend="eager", fullgraph=True))
     eager, compiled = make(scheme, topology), make(scheme, topology, compile=True)
     counters.clear()
     got, want = (model(TOKENS, **beside(topology)) for model in (compiled, eager))

@@ -125,7 +125,7 @@ def test_structures_and_graphs_are_counted_by_run(tmp_path: Path, monkeypatch: p
 
     torch._dynamo.reset()
     compile_: Callable[..., object] = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: compile_(f, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend="eager"))
     monkeypatch.setitem(registry.SCHEMES.classes, "guest", Uneven)
     counters["stats"]["unique_graphs"] += 1000  # of others before
     train = {"steps": 1, "batch": 4, "eval_batches": 1}
