@@ -133,7 +133,7 @@ def test_a_mixed_figure_shows_slopes_and_who_trains(tmp_path: Path, drawn: list[
     assert one.get_title("left") == "Model update after 10 steps, decoder-only"
     assert two.get_title("left") == "Model update after 10 steps, encoder and decoder"
     assert [text.get_text().split(" (")[0] for text in one.get_legend().texts] == [
-        "the paper's DeepNorm: slope 0.02",
+        "the paper's DeepNorm: slope 0.03",
         "MixLN's DeepNorm: slope 0.90",
         "Keel's DeepNorm: slope -0.01",
     ]
