@@ -141,6 +141,7 @@ def test_a_mixed_figure_shows_slopes_and_who_trains(tmp_path: Path, drawn: list[
     assert len(inks) == 3  # one scheme with three sets of constants
     assert [label.get_text() for label in rows.get_yticklabels()] == [
         "the paper's DeepNorm, 24 blocks",
+        "MixLN's DeepNorm, 2 blocks",
         "MixLN's DeepNorm, 6 blocks",
         "MixLN's DeepNorm, 24 blocks",
         "MixLN's DeepNorm, 24 blocks, lower rate",
