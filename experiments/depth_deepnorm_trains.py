@@ -66,7 +66,7 @@ CLAIM = Claim(
     how=(
         f"{DESCRIBED} Only the number of blocks changes. The model of 1000 blocks, with models of 6 and 12 as its "
         f"control, takes {SMALL_STEPS} steps of {SMALL_BATCH * 64} tokens instead, with a learning rate that falls "
-        f"from 7e-4 to 0. {GAP}"
+        f"to 0. {GAP}"
     ),
     paper={
         **published("deepnorm", 12, 24, 48, 100, 200),

@@ -133,7 +133,7 @@ def test_a_mixed_figure_shows_slopes_and_who_trains(tmp_path: Path, drawn: list[
     assert one.get_title("left") == "Model update after 10 steps, decoder-only"
     assert two.get_title("left") == "Model update after 10 steps, encoder and decoder"
     assert [text.get_text().split(" (")[0] for text in one.get_legend().texts] == [
-        "the paper's DeepNorm: slope 0.02",
+        "the paper's DeepNorm: slope 0.03",
         "MixLN's DeepNorm: slope 0.90",
         "Keel's DeepNorm: slope -0.01",
     ]
@@ -141,6 +141,7 @@ def test_a_mixed_figure_shows_slopes_and_who_trains(tmp_path: Path, drawn: list[
     assert len(inks) == 3  # one scheme with three sets of constants
     assert [label.get_text() for label in rows.get_yticklabels()] == [
         "the paper's DeepNorm, 24 blocks",
+        "MixLN's DeepNorm, 2 blocks",
         "MixLN's DeepNorm, 6 blocks",
         "MixLN's DeepNorm, 24 blocks",
         "MixLN's DeepNorm, 24 blocks, lower rate",
