@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -143,12 +143,13 @@ def measure(
     height = max(1, elements // width)
     rows = []
     for who, call in rivals(op, without).items():
+        timed: dict[str, float] = {}
         try:
-            timed = time_ways(op, call, height, width, dtype, device, calls)
-        except Exception as error:  # another's kernel may refuse a width: that is a result
+            for way, ms in time_ways(op, call, height, width, dtype, device, calls):
+                timed[way] = ms
+        except Exception as error:  # another's kernel may refuse a width: that is a result, and so is its forward pass
             said = (str(error).strip() or type(error).__name__).splitlines()[0][:100]
             print(f"{op} {dtype} d={width} {who}: failed: {said}", flush=True)
-            continue
         finally:
             torch._dynamo.reset()
             if device.type == "cuda":
@@ -162,10 +163,12 @@ def measure(
 
 def time_ways(
     op: str, call: Callable[..., Any], height: int, width: int, dtype: str, device: Any, calls: int
-) -> dict[str, float]:
-    """Returns the median milliseconds of a forward and a backward call, or of one site of a stack."""
+) -> Iterator[tuple[str, float]]:
+    """Yields the median milliseconds of a forward and of a backward call, or of one site of a stack, as measured."""
     import torch
+    from torch._functorch import config as functorch
 
+    functorch.donated_buffer = False  # a compiled backward pass is called many times here, and is to keep its buffers
     kind = _dtype(dtype)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -188,13 +191,15 @@ def time_ways(
             results = call(start, branches, alpha, gamma, bias)
             torch.autograd.grad(results, wanted, upstream)
 
-        return {"both": timed(site, device, calls) / SITES}
+        yield "both", timed(site, device, calls) / SITES
+        return
     two = op.startswith("add_") or op == "deepnorm"
     sets = [[activation().requires_grad_() for _ in range(1 + two)] for _ in range(SETS)]
     outs = 2 if op.startswith("add_") else 1
     grads = [[activation() for _ in range(outs)] for _ in range(SETS)]
     with torch.no_grad():
         forward = timed(lambda i: call(*sets[i % SETS], alpha, gamma, bias), device, calls)
+    yield "forward", forward
     kept = [call(*inputs, alpha, gamma, bias) for inputs in sets]
     trained = [gamma] if op.endswith("rmsnorm") else [gamma, bias]
 
@@ -202,7 +207,7 @@ def time_ways(
         at = i % SETS
         torch.autograd.grad(kept[at], [*sets[at], *trained], grads[at], retain_graph=True)
 
-    return {"forward": forward, "backward": timed(backward, device, calls)}
+    yield "backward", timed(backward, device, calls)
 
 
 def timed(call: Callable[[int], Any], device: Any, calls: int) -> float:

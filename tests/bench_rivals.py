@@ -105,7 +105,7 @@ def _eager(op: str) -> Call:
         return z, normed(z, gamma, bias)
 
     def deepnorm(residual: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, bias: Tensor) -> Tensor:
-        return normed(residual * alpha + x, gamma, bias)
+        return normed(torch.addcmul(x, residual, alpha.to(x.dtype)), gamma, bias)
 
     def stack(start: Tensor, branches: list[Tensor], alpha: Tensor, gamma: Tensor, bias: Tensor) -> list[Tensor]:
         y, results = start, []

@@ -86,6 +86,21 @@ def test_a_measurement_counts_the_passes_of_its_operation(op: str) -> None:
         assert row.share == pytest.approx(row.gb_s / 10.0)
 
 
+def test_what_is_compiled_is_measured_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    found = measure("rmsnorm", 64, "fp32", torch.device("cpu"), 1024, 3, 10.0, without=[OURS, "eager", "statistics"])
+    assert "torch.compile: failed" not in capsys.readouterr().out
+    assert [row.way for row in found if row.who == "torch.compile"] == ["forward", "backward"]
+
+
+def test_a_backward_pass_that_fails_leaves_the_forward_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.bench_rivals.rivals", lambda op, without: {"theirs": lambda x, *of: x.detach()})
+    found = measure("layernorm", 64, "fp32", torch.device("cpu"), 1024, 3, 10.0)
+    assert [row.way for row in found] == ["forward"]
+    assert "theirs: failed: " in capsys.readouterr().out
+
+
 def test_a_kernel_that_fails_is_told_and_passed_over(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

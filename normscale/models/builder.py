@@ -81,7 +81,7 @@ def _compile(model: Transformer) -> None:
     # of their own: hence four times.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * GRAPHS_A_STRUCTURE * model.structures)
     dynamo.fail_on_recompile_limit_hit = True
-    # Asserts on the compiler's own buffers and a Python wrapper around its kernels are a fifth of a small block's time.
+    # Asserts on the compiler's own buffers and a Python wrapper around its kernels are a tenth of a small block's time.
     # The wrapper in C++ wants CUDA's headers where there is a CUDA device, so it is for CPUs alone.
     options: dict[str, Any] = {"size_asserts": False, "cpp_wrapper": not torch.cuda.is_available()}
     for block in model.blocks:

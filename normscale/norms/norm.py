@@ -51,13 +51,22 @@ class Norm(nn.Module):
     def residual(self, residual: Tensor, branch: Tensor, alpha: Tensor) -> Tensor:
         """Returns Norm(alpha * residual + branch), in one kernel where the backend has one.
 
+        The eager sum is kept in fp32 until it is normalised, as `ops.residual_norm` defines it. It is summed here all
+        the same: under the compiler this norm's function takes eps as a tensor, and the definition does not. The
+        norms of other packages take the stream's dtype, to which the sum is then rounded.
+
         Shape: residual, branch [..., D]; alpha 0-d or [D]; result [..., D].
         """
-        fused = (self.backend != "auto" or not branch.is_cpu) and self.backend_for(branch) == "triton"
-        if fused and self.spec is not None:
+        backend = "eager"
+        if self.backend != "auto" or not branch.is_cpu:
+            backend = self.backend_for(branch, residual)
+        if backend == "triton" and self.spec is not None:
             return residual_norm(residual, branch, alpha, self.gamma, self.bias, self.spec, backend="triton")
-        out: Tensor = self(scaled_residual(residual, branch, alpha))
-        return out
+        dtype = torch.promote_types(residual.dtype, branch.dtype)
+        if backend != "eager" or dtype is torch.float32 or dtype is torch.float64:
+            out: Tensor = self(scaled_residual(residual, branch, alpha))
+            return out
+        return self(scaled_residual(residual.float(), branch, alpha)).to(dtype)  # type: ignore[no-any-return]
 
     def opening(self, alpha: float) -> nn.Module:
         """Returns what a stack of `residual` begins with: see `ops.handles.Opening`. `alpha` is the first site's."""
@@ -82,8 +91,8 @@ class Norm(nn.Module):
             residual, handle, branch, next_alpha, self.gamma, self.bias, self.spec, statistics=statistics
         )
 
-    def backend_for(self, x: Tensor) -> str:
-        """Returns what runs on `x`: "eager" means the norm's own function.
+    def backend_for(self, x: Tensor, residual: Tensor | None = None) -> str:
+        """Returns what runs on `x`, or on its sum with `residual`: "eager" means the norm's own function.
 
         The most frequent case, "auto" on a CPU, is seen by callers before they call: 2000 norms a step add up.
 
@@ -92,7 +101,7 @@ class Norm(nn.Module):
         """
         if self.backend == "eager" or (x.is_cpu and self.backend == "auto"):
             return "eager"
-        return choose(self.backend, "norm", self.spec, x, self.gamma, self.bias)
+        return choose(self.backend, "norm", self.spec, x, self.gamma, self.bias, residual)
 
     def run(self, backend: str, x: Tensor) -> Tensor:
         """Returns the norm of `x` on a backend that `backend_for` gave, other than "eager"."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from normscale.config.values import Flag, Section, conflict
 from normscale.norms.norm import Norm, register
 from normscale.ops.norm import rmsnorm
-from normscale.ops.spec import NormSpec
+from normscale.ops.spec import NormSpec, one_plus
 
 
 @register("rmsnorm")
@@ -38,5 +38,5 @@ class RMSNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         if (self.backend != "auto" or not x.is_cpu) and (backend := self.backend_for(x)) != "eager":
             return self.run(backend, x)
-        gamma = 1.0 + self.gamma if self.options.zero_centred and self.gamma is not None else self.gamma
+        gamma = one_plus(self.gamma) if self.options.zero_centred and self.gamma is not None else self.gamma
         return rmsnorm(x, gamma, self.current_eps())

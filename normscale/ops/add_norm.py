@@ -31,8 +31,10 @@ def add_norm(
         BackendError: `backend` names one that cannot run it.
     """
     check_shapes("add_norm", x, gamma, bias, residual)
+    if statistics is not None:
+        statistics.check("add_norm", x)
     if backend != "eager":
-        backend = choose(backend, "add_norm", spec, x, gamma, bias)
+        backend = choose(backend, "add_norm", spec, x, gamma, bias, residual)
     if backend == "triton":
         from normscale.ops import registered
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -26,6 +27,7 @@ Backend = Literal["auto", "eager", "triton", "apex", "liger"]
 Op = Literal["norm", "add_norm", "residual_norm"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+CAPABILITY = (8, 0)  # before it there is no bf16, and Triton's support ends
 WIDEST = 16_384  # wider rows spill registers in every form of the backward kernel
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,11 +58,34 @@ class Case:
     missing: tuple[str, ...]
 
 
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _lacking() -> str | None:
+    """Returns what the current CUDA device lacks for Triton, None where it lacks nothing or none is here to ask.
+
+    A compiled graph takes the answer as it is when the graph is made, and does not ask again.
+    """
+    here = torch.cuda.is_initialized() or torch.cuda.is_available()  # type: ignore[no-untyped-call]
+    if torch.version.hip is not None or not here:
+        return None
+    has = _capability(torch.cuda.current_device())
+    if has >= CAPABILITY:
+        return None
+    return "its kernels need compute capability {}.{}, and this GPU has {}.{}".format(*CAPABILITY, *has)
+
+
 def _triton(case: Case) -> str | None:
     if case.device != "cuda" and not (INTERPRETED and case.device == "cpu"):
         return f"its kernels run on a GPU, and this is {_device(case.device)}"
     if not TRITON:
         return "the package triton is not installed"
+    lacking: str | None = _lacking() if case.device == "cuda" else None
+    if lacking is not None:
+        return lacking
     if case.dtype not in DTYPES:
         return f"{_name(case.dtype)} has no kernel (float32, bfloat16 and float16 have)"
     if case.width > WIDEST:
@@ -109,15 +134,26 @@ REASONS: dict[str, Callable[[Case], str | None]] = {"triton": _triton, "liger": 
 _NOTES: set[str] | None = None
 
 
-def choose(backend: str, op: Op, spec: "NormSpec | None", x: Tensor, gamma: Tensor | None, bias: Tensor | None) -> str:
+def choose(
+    backend: str,
+    op: Op,
+    spec: "NormSpec | None",
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+) -> str:
     """Returns what runs `op` on `x`: "eager", "triton", "apex" or "liger". `spec` is None for a norm without kernels.
 
-    Shape: x [..., D]; gamma, bias [D] or None.
+    Beside a residual the dtype that counts is the wider of the two.
+
+    Shape: x, residual [..., D]; gamma, bias [D] or None.
 
     Raises:
         BackendError: the named backend cannot run it.
     """
-    chosen, reason = would_run(backend, op, spec, x.shape[-1], x.dtype, x.device.type, gamma, bias)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    chosen, reason = would_run(backend, op, spec, x.shape[-1], dtype, x.device.type, gamma, bias)
     if _NOTES is not None:
         _NOTES.add(described(chosen, reason))
     return chosen

@@ -1,7 +1,8 @@
 """The kernels' formulas in PyTorch: what the registered operations run for CPU tensors where nothing is interpreted.
 
 Models on a CPU do not come here (they call the eager definitions). It lets a graph with the operations be traced,
-compiled and checked without a GPU, and it is the shortest account of what the kernels compute.
+compiled and checked without a GPU, and it is the shortest account of what the kernels compute. GPU tensors come here
+for the gradient of a trained alpha in wide rows (see `launch.backward_plan`).
 """
 
 import torch
@@ -52,6 +53,12 @@ def backward(inputs: Inputs, gradients: Gradients, moments: Tensor, wanted: Want
     if inputs.spec.kind == "layernorm":
         total = (total - moments[0, :, None]) - moments[1, :, None]
     normalised = total * moments[-1, :, None]
+    if wanted.dgamma is not None:
+        _sum_rows(wanted.dgamma, dy * normalised)
+    if wanted.dbias is not None:
+        _sum_rows(wanted.dbias, dy)
+    if wanted.dx is None and wanted.dresidual is None and wanted.dalpha is None and wanted.dz_partials is None:
+        return
     gain = _gain(inputs, work)
     g = dy if gain is None else dy * gain
     dz = g - normalised * (g * normalised).mean(-1, keepdim=True)
@@ -61,20 +68,20 @@ def backward(inputs: Inputs, gradients: Gradients, moments: Tensor, wanted: Want
     if gradients.dz is not None:
         dz = dz + gradients.dz.to(work)
     _measure(wanted.dz_partials, dz)
+    if wanted.dalpha is not None:
+        _sum_rows(wanted.dalpha, dz * residual)
     if wanted.dresidual is not None:
         scaled = wanted.scale_residual and inputs.alpha is not None
         wanted.dresidual.copy_(dz * inputs.alpha.to(work) if scaled and inputs.alpha is not None else dz)
     if wanted.dx is not None:
         keep = _keep(inputs)
         wanted.dx.copy_(dz if keep is None else torch.where(keep, dz * keep_scale(inputs.dropout), 0.0))
-    for partial, rows in (
-        (wanted.dgamma, dy * normalised),
-        (wanted.dbias, dy),
-        (wanted.dalpha, dz * residual),
-    ):
-        if partial is not None and partial.shape[0]:
-            partial.zero_()
-            partial[0] = rows.sum(0)
+
+
+def _sum_rows(partials: Tensor, rows: Tensor) -> None:
+    if partials.shape[0]:
+        partials.zero_()
+        partials[0] = rows.sum(0)
 
 
 def _sum(inputs: Inputs, work: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ forms dy + next_alpha * dz inside its own kernel: 8 passes over the activation i
 
 The handle is a tensor without values, which only autograd follows; the values of the residual are those of y, detached.
 A second view of y would do in eager mode, but a compiler hands out one of two aliases and makes the other anew
-outside its graph, where its gradient would not be multiplied by alpha. The memory is not written, read or saved.
+outside its graph, where its gradient would not be multiplied by alpha. The token is one number seen at every place
+(stride 0), neither written nor read: a checkpoint that keeps a handle keeps no second activation.
 """
 
 from dataclasses import dataclass
@@ -92,8 +93,8 @@ def residual_norm_handle(
         BadInput: as `ops.residual_norm`.
         BackendError: the kernels cannot run on these tensors.
     """
-    check(residual, x, handle.alpha, gamma, bias, dropout, seed)
-    choose("triton", "residual_norm", spec, x, gamma, bias)
+    check(residual, x, handle.alpha, gamma, bias, dropout, seed, statistics, next_alpha)
+    choose("triton", "residual_norm", spec, x, gamma, bias, residual)
     from normscale.ops import registered  # noqa: F401 (it registers the operations)
 
     y, token = _Site.apply(  # type: ignore[no-untyped-call]
@@ -114,12 +115,16 @@ def residual_norm_handle(
     return y, Handle(token, next_alpha)
 
 
+def _token(y: Tensor) -> Tensor:
+    return y.new_empty(()).expand(y.shape)
+
+
 class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(alpha)
         ctx.set_materialize_grads(False)
-        return x.view_as(x), torch.empty_like(x)
+        return x.view_as(x), _token(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -166,7 +171,7 @@ class _Site(torch.autograd.Function):
             if wanted:
                 torch.ops.normscale.write_partials(partials, rows, index)
         ctx.save_for_backward(x, residual, alpha, gamma, next_alpha, seed, moments)
-        return y, torch.empty_like(y)
+        return y, _token(y)
 
     @staticmethod
     @once_differentiable

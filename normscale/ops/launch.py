@@ -4,7 +4,7 @@ Triton is imported when a call is built, never before.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -13,7 +13,16 @@ from torch import Tensor
 
 from normscale.ops.philox import keep_scale, threshold
 from normscale.ops.spec import Kind, NormSpec
-from normscale.ops.tiling import Demand, Tiling, backward_tiling, forward_tiling, is_split, weights_tiling
+from normscale.ops.tiling import (
+    WIDEST_ALPHA,
+    Demand,
+    Tiling,
+    backward_tiling,
+    forward_tiling,
+    is_folded,
+    is_split,
+    weights_tiling,
+)
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -90,7 +99,11 @@ def _address(x: Tensor) -> int:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Returns `x` as a matrix of rows whose neighbours are neighbours in memory; a copy only where that is not so.
+    """Returns `x` as a matrix of rows whose neighbours are neighbours in memory.
+
+    Rows at one distance are taken as they lie, padded ones and slices of columns too. Anything else is copied, a whole
+    pass: columns with a stride, and leading dimensions that are not one stride, such as QK-norm's transposed
+    [B, H, T, K].
 
     Shape: x [..., D]; result [M, D] with stride 1 in D.
     """
@@ -153,6 +166,8 @@ def forward_call(
     demand = forward_demand(inputs.x, inputs.residual, inputs.alpha, inputs.spec.kind, z is not None, measured)
     n_rows, width = inputs.x.shape
     tiling = forward_tiling(n_rows, width, inputs.x.device, demand)
+    for partials in (z_partials, y_partials):
+        assert partials is None or partials.shape[0] == tiling.programs, "a program writes a row of its own"
     arguments = {
         **inputs.pointers(),
         "gamma_ptr": inputs.gamma,
@@ -187,9 +202,36 @@ def forward_demand(
     return Demand(kind, _itemsize(x, residual), stream=store_z, vector=_is_vector(alpha), measured=measured)
 
 
-def backward_demand(inputs: Inputs, gradients: Gradients, measured: bool) -> Demand:
-    """Returns what decides the tiling of a backward pass; tensors of any shape."""
-    return Demand(
+@dataclass(frozen=True)
+class Plan:
+    """How a backward pass is run, decided once, before anything is allocated.
+
+    `folded`: the handle's gradient is added to dy before the kernel, which then sees none. `weights`: the tiling of
+    the weights' own kernel, where they have one. `apart`: dalpha is summed in PyTorch.
+    """
+
+    tiling: Tiling
+    weights: Tiling | None
+    folded: bool
+    apart: bool
+
+    @property
+    def partial_rows(self) -> int:
+        """The rows of the partial sums of gamma, bias and alpha."""
+        return self.tiling.programs if self.weights is None else self.weights.programs
+
+
+def backward_plan(
+    inputs: Inputs, gradients: Gradients, *, measured: bool, want_affine: bool, want_alpha: bool = False
+) -> Plan:
+    """Returns the plan of a backward pass; tensors of any shape. `want_affine`: gradients of gamma or bias.
+
+    A gradient of alpha above WIDEST_ALPHA is summed in PyTorch, from a dz formed anew (`apart`): passes over fp32
+    copies of the activation, which only a trained alpha in so wide a model pays.
+    """
+    n_rows, width, device = prod(inputs.x.shape[:-1]), inputs.x.shape[-1], inputs.x.device
+    apart = want_alpha and width > WIDEST_ALPHA
+    demand = Demand(
         inputs.spec.kind,
         _itemsize(inputs.x, inputs.residual, gradients.dy, gradients.dhandle, gradients.dz),
         stream=gradients.dz is not None,
@@ -198,6 +240,12 @@ def backward_demand(inputs: Inputs, gradients: Gradients, measured: bool) -> Dem
         handle=gradients.dhandle is not None,
         measured=measured,
     )
+    folded = is_folded(width, demand)
+    if folded:
+        demand = replace(demand, handle=False, vector=_is_vector(inputs.alpha))
+    tiling = backward_tiling(n_rows, width, device, demand, want_affine or (want_alpha and not apart))
+    weights = weights_tiling(n_rows, width, device) if is_split(width, demand) else None
+    return Plan(tiling, weights, folded, apart)
 
 
 def _itemsize(*tensors: Tensor | None) -> int:
@@ -220,21 +268,20 @@ class Wanted:
     dz_partials: Tensor | None = None
     scale_residual: bool = True
 
-    @property
-    def sums(self) -> bool:
-        """Whether partial sums over rows are wanted."""
-        return not (self.dgamma is None and self.dbias is None and self.dalpha is None)
 
+def backward_calls(inputs: Inputs, gradients: Gradients, moments: Tensor, wanted: Wanted, plan: Plan) -> Iterator[Call]:
+    """Yields one call, or two where the weights' gradients have their own kernel.
 
-def backward_calls(inputs: Inputs, gradients: Gradients, moments: Tensor, wanted: Wanted) -> Iterator[Call]:
-    """Yields one call, or two where the weights' gradients have their own kernel."""
+    `plan` is what `wanted` was allocated by; where it says so, the handle is folded into dy already.
+    """
     from normscale.ops.kernels.backward import norm_backward
 
-    n_rows, width = inputs.x.shape
-    measured = wanted.dz_partials is not None
-    demand = backward_demand(inputs, gradients, measured)
-    split = is_split(width, demand)
-    tiling = backward_tiling(n_rows, width, inputs.x.device, demand, wanted.sums)
+    tiling, split = plan.tiling, plan.weights is not None
+    assert not (plan.folded and gradients.dhandle is not None), "the kernel has no room for this handle"
+    assert wanted.dz_partials is None or wanted.dz_partials.shape[0] == tiling.programs, "each program writes its row"
+    for partials in (wanted.dgamma, wanted.dbias):
+        assert partials is None or partials.shape[0] == plan.partial_rows, "each program writes its row"
+    assert wanted.dalpha is None or wanted.dalpha.shape[0] == tiling.programs, "each program writes its row"
     arriving = {
         "dy_ptr": gradients.dy,
         "dhandle_ptr": gradients.dhandle,
@@ -260,11 +307,11 @@ def backward_calls(inputs: Inputs, gradients: Gradients, moments: Tensor, wanted
         **_strides(x=inputs.x, residual=inputs.residual, dy=gradients.dy, dhandle=gradients.dhandle, dz=gradients.dz),
     }
     yield Call(norm_backward, arguments, (tiling.programs,), tiling.warps, tiling.registers)
-    if not split or (wanted.dgamma is None and wanted.dbias is None):
+    if plan.weights is None or (wanted.dgamma is None and wanted.dbias is None):
         return
     from normscale.ops.kernels.weights import weights_backward
 
-    tiling = weights_tiling(n_rows, width, inputs.x.device)
+    tiling = plan.weights
     arguments = {
         **inputs.pointers(),
         **arriving,
@@ -273,7 +320,7 @@ def backward_calls(inputs: Inputs, gradients: Gradients, moments: Tensor, wanted
         **inputs.constants(tiling),
         **_strides(x=inputs.x, residual=inputs.residual, dy=gradients.dy, dhandle=gradients.dhandle),
     }
-    yield Call(weights_backward, arguments, (-(-width // tiling.block), tiling.programs), tiling.warps)
+    yield Call(weights_backward, arguments, (-(-inputs.x.shape[1] // tiling.block), tiling.programs), tiling.warps)
 
 
 def reduce_call(partials: Tensor, rows: Tensor, index: Tensor) -> Call:

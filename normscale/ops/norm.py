@@ -1,4 +1,11 @@
-"""LayerNorm and RMSNorm over the last dimension: the definitions."""
+"""LayerNorm and RMSNorm over the last dimension: the definitions.
+
+Rows whose mean square (LayerNorm: variance) overflows fp32, or that hold an Inf, are where the kernels and the
+definitions differ on purpose. The kernels give NaN in the whole row, value and gradient, so that such a row is seen.
+The definitions do as PyTorch does: 1 / sqrt(inf) is 0, so that RMSNorm gives zeros, and NaN where the Inf stands;
+LayerNorm gives NaN or zeros, by where in the row the overflow comes in PyTorch's sum, and NaN for an Inf. No other row
+is touched by either.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +13,7 @@ from torch import Tensor
 
 from normscale.ops import peers
 from normscale.ops.backends import choose
-from normscale.ops.spec import NormSpec, check_shapes
+from normscale.ops.spec import NormSpec, check_shapes, one_plus
 from normscale.ops.statistics import Statistics
 
 
@@ -28,6 +35,8 @@ def norm(
         BackendError: `backend` names one that cannot run it.
     """
     check_shapes("norm", x, gamma, bias)
+    if statistics is not None:
+        statistics.check("norm", x)
     if backend != "eager":
         backend = choose(backend, "norm", spec, x, gamma, bias)
     if backend == "triton":
@@ -48,7 +57,7 @@ def normalise(x: Tensor, gamma: Tensor | None, bias: Tensor | None, spec: NormSp
     Shape: x [..., D]; gamma, bias [D] or None; result [..., D].
     """
     if spec.zero_centred and gamma is not None:
-        gamma = 1.0 + gamma.to(torch.promote_types(gamma.dtype, torch.float32))
+        gamma = one_plus(gamma)
     if spec.kind == "layernorm":
         return layernorm(x, gamma, bias, spec.eps)
     y = rmsnorm(x, gamma, spec.eps)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normscale.ops.spec import NormSpec
+from normscale.ops.spec import NormSpec, one_plus
 
 
 def norm(backend: str, x: Tensor, gamma: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
@@ -32,7 +32,7 @@ def _liger(x: Tensor, gamma: Tensor, bias: Tensor | None, spec: NormSpec) -> Any
     if spec.kind == "layernorm":
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-        return LigerLayerNormFunction.apply(x, 1 + gamma if spec.zero_centred else gamma, bias, spec.eps)
+        return LigerLayerNormFunction.apply(x, one_plus(gamma) if spec.zero_centred else gamma, bias, spec.eps)
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     # "gemma" is its name for fp32 from load to store; in_place would write dx over a dy that others may still need.

@@ -4,6 +4,7 @@ Three operations serve the public ones: `normscale::norm_forward`, `norm_backwar
 go to the kernels; CPU tensors to `ops.formulas`, or to the kernels where Triton interprets them. A graph sees one node
 a pass, so that what the compiler does with a user kernel's scalars cannot reach ours.
 
+The gradient of a trained alpha above width 4096 (`tiling.WIDEST_ALPHA`) is summed in PyTorch instead of the kernel.
 No result shares memory with an argument. Gradients of a gradient are not defined.
 """
 
@@ -22,14 +23,14 @@ from normscale.ops.launch import (
     Wanted,
     as_rows,
     backward_calls,
-    backward_demand,
+    backward_plan,
     forward_call,
     forward_demand,
     reduce_call,
 )
 from normscale.ops.spec import Kind, NormSpec
 from normscale.ops.statistics import Statistics
-from normscale.ops.tiling import WIDEST_ALPHA, backward_tiling, forward_tiling, is_folded, is_split, weights_tiling
+from normscale.ops.tiling import forward_tiling
 
 _LIBRARY = torch.library.Library("normscale", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -75,13 +76,15 @@ def _shapes_forward(
     """Returns the results of a forward pass, allocated."""
     n_rows, width = prod(x.shape[:-1]), x.shape[-1]
     dtype = _wider(x, residual)
-    demand = forward_demand(x, residual, alpha, kind, store_z, measure_z or measure_y)
-    tiling = forward_tiling(n_rows, width, x.device, demand)
+    programs = 0
+    if measure_z or measure_y:  # only then: a minimum over a symbolic number of rows would make a graph for a range
+        demand = forward_demand(x, residual, alpha, kind, store_z, measured=True)
+        programs = forward_tiling(n_rows, width, x.device, demand).programs
     y = x.new_empty(x.shape, dtype=dtype)
     z = x.new_empty(x.shape if store_z else (0,), dtype=dtype)
     moments = x.new_empty((3 if kind == "layernorm" else 1, n_rows), dtype=_work(x, residual))
-    z_partials = x.new_empty((tiling.programs if measure_z else 0, 4), dtype=torch.float32)
-    y_partials = x.new_empty((tiling.programs if measure_y else 0, 4), dtype=torch.float32)
+    z_partials = x.new_empty((programs if measure_z else 0, 4), dtype=torch.float32)
+    y_partials = x.new_empty((programs if measure_y else 0, 4), dtype=torch.float32)
     return y, z, moments, z_partials, y_partials
 
 
@@ -138,11 +141,31 @@ def _shapes_backward(
     measure_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the results of a backward pass, allocated; an empty one is not wanted."""
-    n_rows, width = prod(x.shape[:-1]), x.shape[-1]
-    inputs = Inputs(x, residual, alpha, gamma, seed, dropout, NormSpec(kind, eps, zero_centred))
-    demand = backward_demand(inputs, Gradients(dy, dhandle, next_alpha, dz), measure_dz)
-    sums = want_dgamma or want_dbias or (want_dalpha and width <= WIDEST_ALPHA)
-    programs = backward_tiling(n_rows, width, x.device, demand, sums).programs
+    programs = 0
+    if measure_dz:  # as in the forward pass
+        inputs = Inputs(x, residual, alpha, gamma, seed, dropout, NormSpec(kind, eps, zero_centred))
+        gradients, affine = Gradients(dy, dhandle, next_alpha, dz), want_dgamma or want_dbias
+        programs = backward_plan(
+            inputs, gradients, measured=True, want_affine=affine, want_alpha=want_dalpha
+        ).tiling.programs
+    return _empty_backward(
+        x, moments, dx_dtype, dresidual_dtype, want_dgamma, want_dbias, want_dalpha, measure_dz, programs
+    )
+
+
+def _empty_backward(
+    x: Tensor,
+    moments: Tensor,
+    dx_dtype: torch.dtype | None,
+    dresidual_dtype: torch.dtype | None,
+    want_dgamma: bool,
+    want_dbias: bool,
+    want_dalpha: bool,
+    measure_dz: bool,
+    programs: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the results of `_shapes_backward`, of so many programs."""
+    width = x.shape[-1]
     return (
         x.new_empty(x.shape if dx_dtype else (0,), dtype=dx_dtype or x.dtype),
         x.new_empty(x.shape if dresidual_dtype else (0,), dtype=dresidual_dtype or x.dtype),
@@ -156,11 +179,6 @@ def _shapes_backward(
 def _backward(*given: Any) -> tuple[Tensor, ...]:
     dy, dhandle, next_alpha, dz, x, residual, alpha, gamma, seed, moments, dropout, kind, eps, zero_centred = given[:14]
     dx_dtype, dresidual_dtype, scale_residual, want_dgamma, want_dbias, want_dalpha, measure_dz = given[14:]
-    results = dx, dresidual, dgamma, dbias, dalpha, dz_partials = _shapes_backward(*given)
-    if x.numel() == 0:
-        for total in (dgamma, dbias, dalpha):
-            total.zero_()
-        return results
     inputs = Inputs(
         as_rows(x),
         None if residual is None else as_rows(residual),
@@ -176,17 +194,27 @@ def _backward(*given: Any) -> tuple[Tensor, ...]:
         _dense(next_alpha),
         None if dz is None else as_rows(dz),
     )
-    n_rows, width = inputs.x.shape
-    demand = backward_demand(inputs, gradients, measure_dz)
-    apart = want_dalpha and width > WIDEST_ALPHA
-    if is_split(width, demand):
-        partial_rows = weights_tiling(n_rows, width, x.device).programs
-    else:
-        sums = want_dgamma or want_dbias or (want_dalpha and not apart)
-        partial_rows = backward_tiling(n_rows, width, x.device, demand, sums).programs
+    plan = backward_plan(
+        inputs, gradients, measured=measure_dz, want_affine=want_dgamma or want_dbias, want_alpha=want_dalpha
+    )
+    results = dx, dresidual, dgamma, dbias, dalpha, dz_partials = _empty_backward(
+        x,
+        moments,
+        dx_dtype,
+        dresidual_dtype,
+        want_dgamma,
+        want_dbias,
+        want_dalpha,
+        measure_dz,
+        plan.tiling.programs,
+    )
+    if x.numel() == 0:
+        for total in (dgamma, dbias, dalpha):
+            total.zero_()
+        return results
     partials = [
-        x.new_empty((partial_rows, width), dtype=moments.dtype) if want else None
-        for want in (want_dgamma, want_dbias, want_dalpha and not apart)
+        x.new_empty((plan.partial_rows, x.shape[-1]), dtype=moments.dtype) if want else None
+        for want in (want_dgamma, want_dbias, want_dalpha and not plan.apart)
     ]
     wanted = Wanted(
         as_rows(dx) if dx_dtype else None,
@@ -200,13 +228,13 @@ def _backward(*given: Any) -> tuple[Tensor, ...]:
     if x.is_cpu and not INTERPRETED:
         formulas.backward(inputs, gradients, moments, wanted)
     else:
-        if gradients.dhandle is not None and is_folded(width, demand):
+        if plan.folded and gradients.dhandle is not None:
             both = torch.addcmul(gradients.dy.float(), gradients.dhandle.float(), next_alpha.float())
             gradients = Gradients(both, dz=gradients.dz)
-        for call in backward_calls(inputs, gradients, moments, wanted):
+        for call in backward_calls(inputs, gradients, moments, wanted, plan):
             call.launch()
-    if apart:
-        partials[2] = x.new_empty((1, width), dtype=moments.dtype)
+    if plan.apart:
+        partials[2] = x.new_empty((1, x.shape[-1]), dtype=moments.dtype)
         formulas.backward(inputs, gradients, moments, Wanted(dalpha=partials[2]))
     for total, partial in zip((dgamma, dbias, dalpha), partials, strict=True):
         if partial is not None:

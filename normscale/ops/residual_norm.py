@@ -33,14 +33,14 @@ def residual_norm(
     Shape: residual, x [..., D]; alpha 0-d or [D]; gamma, bias [D] or None; seed 0-d int64; result [..., D].
 
     Raises:
-        BadInput: shapes or devices do not fit, or dropout is no probability or has no seed.
+        BadInput: shapes, dtypes or devices do not fit, or dropout is no probability or has no seed.
         BackendError: `backend` names one that cannot run it.
 
     Reference: Wang et al. 2022, arXiv:2203.00555, Eq. 1 and Figure 2.
     """
-    check(residual, x, alpha, gamma, bias, dropout, seed)
+    check(residual, x, alpha, gamma, bias, dropout, seed, statistics)
     if backend != "eager":
-        backend = choose(backend, "residual_norm", spec, x, gamma, bias)
+        backend = choose(backend, "residual_norm", spec, x, gamma, bias, residual)
     if backend == "triton":
         from normscale.ops import registered
 
@@ -64,10 +64,16 @@ def check(
     bias: Tensor | None,
     dropout: float,
     seed: Tensor | None,
+    statistics: Statistics | None,
+    next_alpha: Tensor | None = None,
 ) -> None:
-    """Raises BadInput where operands or dropout do not fit."""
-    check_shapes("residual_norm", x, gamma, bias, residual, alpha)
+    """Raises BadInput where operands, dropout or statistics do not fit."""
+    check_shapes("residual_norm", x, gamma, bias, residual, alpha, next_alpha)
     if not 0.0 <= dropout <= 1.0:
         raise BadInput(f"residual_norm: dropout={dropout!r} is not a probability")
     if dropout and (seed is None or seed.dtype is not torch.int64 or seed.dim() != 0):
         raise BadInput("residual_norm: dropout needs a seed, a 0-d int64 tensor")
+    if dropout and seed is not None and seed.device != x.device:
+        raise BadInput(f"residual_norm: seed is on {seed.device} and x on {x.device}; move one of them")
+    if statistics is not None:
+        statistics.check("residual_norm", x)

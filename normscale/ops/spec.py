@@ -36,6 +36,11 @@ class NormSpec:
             raise BadInput(f"norm: eps={self.eps!r} must be 0 or a finite number from {SMALLEST_EPS:.2g} up")
 
 
+def one_plus(gamma: Tensor) -> Tensor:
+    """Returns 1 + gamma in fp32 (fp64 stays): the gain of a zero-centred norm."""
+    return 1.0 + gamma.to(torch.promote_types(gamma.dtype, torch.float32))
+
+
 def check_shapes(
     name: str,
     x: Tensor,
@@ -43,6 +48,7 @@ def check_shapes(
     bias: Tensor | None,
     residual: Tensor | None = None,
     alpha: Tensor | None = None,
+    next_alpha: Tensor | None = None,
 ) -> None:
     """Raises a BadInput that names the tensor whose shape or type does not fit, instead of broadcasting it."""
     if x.dim() < 1 or x.shape[-1] < 1:
@@ -53,6 +59,7 @@ def check_shapes(
         ("gamma", gamma, ((width,),)),
         ("bias", bias, ((width,),)),
         ("alpha", alpha, ((), (width,))),
+        ("next_alpha", next_alpha, ((), (width,))),
     ):
         if tensor is None:
             continue
@@ -61,6 +68,6 @@ def check_shapes(
             raise BadInput(f"{name}: {what} has shape {tuple(tensor.shape)}; beside x {tuple(x.shape)} it is {wanted}")
         if tensor.device != x.device:
             raise BadInput(f"{name}: {what} is on {tensor.device} and x on {x.device}; move one of them")
-    for what, tensor in (("x", x), ("residual", residual)):
+    for what, tensor in (("x", x), ("residual", residual), ("alpha", alpha), ("next_alpha", next_alpha)):
         if tensor is not None and not tensor.is_floating_point():
             raise BadInput(f"{name}: {what} is {tensor.dtype}; a norm takes floating-point tensors")

@@ -4,7 +4,9 @@ A 16-byte access needs 8 bf16 or 4 fp32 neighbours in one thread, and registers 
 thread serve both. Narrow rows share a tile. Beyond what registers hold in the backward pass the inputs are read twice
 ("reread"), and for LayerNorm beyond that the gradients of the weights get a kernel of their own ("split").
 
-All of it depends on the width, the number of rows and the device alone, so that results are the same from run to run.
+All of it depends on the width, the number of rows, the device and the `Demand` alone, so that results are the same from
+run to run. Up to width 8192 a row's bits do not depend on whether it is measured; above, statistics need registers
+that other warps or a kernel more for the weights must make room for, and sums are formed in another order.
 """
 
 from dataclasses import dataclass

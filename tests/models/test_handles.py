@@ -159,4 +159,4 @@ def traceable(
     y = plain(residual, x, handle.alpha)
     if statistics is not None:
         statistics.write(y, y)
-    return y, Handle(y + handle.token, next_alpha)
+    return y, Handle((y + handle.token).sum().expand(y.shape), next_alpha)  # one number, as the real one

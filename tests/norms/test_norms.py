@@ -1,10 +1,14 @@
 """Every registered norm: the contract, and what tells the norms apart."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from normscale.errors import ConfigError
 from normscale.norms import Norm, find_norm, norm_names
+from normscale.ops.residual_norm import residual_norm
 
 
 def make(name: str, width: int = 8, eps: float = 1e-5, **options: object) -> Norm:
@@ -66,6 +70,52 @@ def test_a_zero_centred_gain_is_one_plus_what_is_trained() -> None:
     centred(x).square().sum().backward()
     plain(x).square().sum().backward()
     torch.testing.assert_close(centred.gamma.grad, plain.gamma.grad)
+
+
+@pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
+def test_the_one_of_a_zero_centred_gain_is_added_in_fp32_whatever_the_parameters(stream: torch.dtype) -> None:
+    norm, x = make("rmsnorm", 32, zero_centred=True).bfloat16(), torch.randn(4, 32).to(stream)
+    norm.gamma.data.fill_(0.0065)  # 1 + w is 1.0078 in bf16, half a step of it off
+    wide = make("rmsnorm", 32)
+    wide.gamma.data.copy_(1 + norm.gamma.data.float())
+    assert norm.gamma.dtype is torch.bfloat16
+    assert torch.equal(norm(x), wide(x))
+    assert make("rmsnorm", zero_centred=True).double()(torch.randn(4, 8).double()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("name", norm_names())
+@pytest.mark.parametrize("params", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_of_a_narrow_stream_is_not_rounded_before_it_is_normalised(
+    name: str, params: torch.dtype, dtype: torch.dtype
+) -> None:
+    norm, alpha = make(name, 64).to(params), torch.tensor(2.5)
+    residual, f = (torch.randn(16, 64).to(dtype).requires_grad_() for _ in range(2))
+    leaves, dy = (residual, f, *norm.parameters()), torch.randn(16, 64).to(dtype)
+    got = norm.residual(residual, f, alpha)
+    want = residual_norm(residual, f, alpha, norm.gamma, norm.bias, norm.spec, backend="eager")  # type: ignore[arg-type]
+    assert got.dtype is dtype
+    assert torch.equal(got, want)
+    for a, b in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(got, norm((2.5 * residual.float() + f.float()).to(dtype)))
+
+
+@pytest.mark.parametrize("name", norm_names())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_graph_serves_every_alpha_and_eps(name: str, dtype: torch.dtype) -> None:
+    x, f, counter = torch.randn(3, 8).to(dtype), torch.randn(3, 8).to(dtype), CompileCounter()
+
+    def residual(norm: Any, alpha: torch.Tensor) -> torch.Tensor:
+        return norm.residual(x, f, alpha)  # type: ignore[no-any-return]
+
+    norm, compiled = make(name), torch.compile(residual, backend=counter, fullgraph=True)
+    for alpha, eps in ((1.5, 1e-5), (3.0, 0.1)):
+        norm.eps_tensor.fill_(eps)
+        close = 2e-2 if dtype is torch.bfloat16 else 1e-5
+        want = make(name, eps=eps).residual(x, f, torch.tensor(alpha))
+        torch.testing.assert_close(compiled(norm, torch.tensor(alpha)), want, rtol=close, atol=close)
+    assert counter.frame_count == 1
 
 
 def test_gain_and_bias_can_be_left_out() -> None:

@@ -8,9 +8,13 @@ from torch import Tensor
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import BackendError, BadInput
+from normscale.norms import find_norm
 from normscale.ops import backends, peers
+from normscale.ops.add_norm import add_norm
 from normscale.ops.backends import BACKENDS, WIDEST, choose, noted, would_run
+from normscale.ops.handles import Handle, residual_norm_handle
 from normscale.ops.norm import layernorm, rmsnorm
+from normscale.ops.residual_norm import residual_norm
 from normscale.ops.spec import NormSpec
 
 LN, RMS = NormSpec("layernorm", 1e-5), NormSpec("rmsnorm", 1e-5)
@@ -120,6 +124,71 @@ def test_the_operations_do_not_launch_where_there_is_no_gpu() -> None:
     with pytest.raises(BadInput, match=r"model.backend: triton cannot run here: its kernels run on a GPU"):
         norm(x, gamma, gamma, LN, backend="triton")
     torch.testing.assert_close(norm(x, gamma, gamma, LN, backend="auto"), norm(x, gamma, gamma, LN))
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_wider_residual_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    monkeypatch.setitem(backends.REASONS, "triton", lambda case: seen.append(case.dtype))
+    x, alpha = torch.randn(2, 8), torch.tensor(1.0)
+    for dtype, wider in ((torch.float64, torch.float64), (HALF, torch.float32), (torch.float32, torch.float32)):
+        assert choose("triton", "add_norm", LN, x, None, None, x.to(dtype)) == "triton"
+        assert seen[-1] is wider
+    monkeypatch.undo()
+    monkeypatch.setattr(backends, "TRITON", True)
+    monkeypatch.setattr(backends, "INTERPRETED", True)
+    wide, handle, none = x.double(), Handle(x, alpha), (None, None, LN)
+    norm = find_norm("layernorm")(8, 1e-5, find_norm("layernorm").Options())
+    norm.backend = "triton"
+    for call in (
+        lambda: add_norm(wide, x, *none, backend="triton"),
+        lambda: residual_norm(wide, x, alpha, *none, backend="triton"),
+        lambda: residual_norm_handle(wide, handle, x, alpha, *none),
+        lambda: norm.residual(wide, x, alpha),
+    ):
+        with pytest.raises(BackendError, match="float64 has no kernel"):
+            call()
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch, _installed: None) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_a_gpu_that_triton_does_not_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (asked.append(index), (7, 5))[1])
+    backends._capability.cache_clear()
+    reason = "its kernels need compute capability 8.0, and this GPU has 7.5"
+    try:
+        for _ in range(2):
+            assert on_gpu("auto") == ("eager", reason)
+        with pytest.raises(BackendError, match=f"triton cannot run here: {reason}; set"):
+            on_gpu("triton")
+        assert asked == [0]  # once a device
+        monkeypatch.setattr(torch.version, "hip", "6.2")
+        assert on_gpu("auto") == ("triton", "")
+    finally:
+        backends._capability.cache_clear()
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(("has", "runs"), [((7, 5), "eager"), ((8, 0), "triton"), ((12, 0), "triton")])
+def test_the_check_of_the_gpu_stays_out_of_compiled_graphs(
+    has: tuple[int, int], runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_capability", lambda index: has)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def add(x: Tensor) -> Tensor:
+        chosen, _ = would_run("auto", "norm", LN, 8, x.dtype, "cuda", None, None)
+        return x + (1 if chosen == "triton" else 2)
+
+    assert add(torch.zeros(1)).item() == (1 if runs == "triton" else 2)
 
 
 class Called:

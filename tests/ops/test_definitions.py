@@ -9,6 +9,7 @@ from torch import Tensor
 
 from normscale.errors import BadInput
 from normscale.ops.add_norm import add_norm
+from normscale.ops.handles import Handle, residual_norm_handle
 from normscale.ops.norm import norm
 from normscale.ops.residual_norm import residual_norm
 from normscale.ops.spec import NormSpec
@@ -106,7 +107,8 @@ def test_statistics_are_those_of_sum_result_and_gradient() -> None:
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     x, w, spec = torch.randn(3, 8), torch.ones(8), SPECS[0]
-    alpha = torch.tensor(1.0)
+    alpha, rows, row = torch.tensor(1.0), torch.zeros(4, 3), torch.tensor([1])
+    handle, far = Handle(x, alpha), Statistics(rows.to("meta"))
     for message, call in (
         ("gamma has shape (7,)", lambda: norm(x, torch.ones(7), None, spec)),
         ("bias has shape (1, 8)", lambda: norm(x, w, w[None], spec)),
@@ -117,6 +119,28 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ("gamma is on meta", lambda: norm(x, w.to("meta"), None, spec)),
         ("dropout=1.5", lambda: residual_norm(x, x, alpha, w, None, spec, dropout=1.5, seed=torch.tensor(1))),
         ("needs a seed", lambda: residual_norm(x, x, alpha, w, None, spec, dropout=0.5)),
+        (
+            "seed is on meta",
+            lambda: residual_norm(x, x, alpha, w, None, spec, dropout=0.5, seed=torch.tensor(1, device="meta")),
+        ),
+        ("alpha is torch.int64", lambda: residual_norm(x, x, torch.tensor(2), w, None, spec)),
+        ("next_alpha is torch.int64", lambda: residual_norm_handle(x, handle, x, torch.tensor(2), w, None, spec)),
+        ("next_alpha has shape (1,)", lambda: residual_norm_handle(x, handle, x, torch.ones(1), w, None, spec)),
+        ("next_alpha is on meta", lambda: residual_norm_handle(x, handle, x, alpha.to("meta"), w, None, spec)),
+        ("rows has torch.float64", lambda: Statistics(rows.double())),
+        ("rows has torch.float32, shape (4, 3), strides (1, 4)", lambda: Statistics(torch.zeros(3, 4).T)),
+        ("grad_rows has torch.float32, shape (4, 2)", lambda: Statistics(rows, grad_rows=torch.zeros(4, 2))),
+        ("grad_rows is on meta", lambda: Statistics(rows, grad_rows=rows.to("meta"))),
+        ("z has torch.int32, shape (1,)", lambda: Statistics(rows, row.int())),
+        ("y has torch.int64, shape ()", lambda: Statistics(rows, row, row[0])),
+        ("dz is on meta", lambda: Statistics(rows, dz=row.to("meta"))),
+        ("norm: rows of the statistics are on meta", lambda: norm(x, w, None, spec, statistics=far)),
+        ("add_norm: rows of the", lambda: add_norm(x, x, w, None, spec, statistics=far)),
+        ("residual_norm: rows of the", lambda: residual_norm(x, x, alpha, w, None, spec, statistics=far)),
+        (
+            "residual_norm: rows of the",
+            lambda: residual_norm_handle(x, handle, x, alpha, w, None, spec, statistics=far),
+        ),
         ("eps=-1e-05", lambda: NormSpec("layernorm", -1e-5)),
         ("eps=nan", lambda: NormSpec("layernorm", float("nan"))),
         ("eps=1e-40", lambda: NormSpec("layernorm", 1e-40)),

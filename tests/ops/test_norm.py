@@ -104,3 +104,20 @@ def test_weights_may_be_in_half_precision_too(dtype: torch.dtype, form: int) -> 
     ):
         assert y.dtype is dtype
         torch.testing.assert_close(y.double(), oracle, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", [0, 1])
+@pytest.mark.parametrize("width", [4, 64, 129])
+@pytest.mark.parametrize("bad", [1e25, 3e38, torch.inf])
+def test_a_row_that_overflows_is_zeros_or_nan_and_touches_no_other(form: int, width: int, bad: float) -> None:
+    eps = forms(1e-5)[form]
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+    x[1, 0] = bad
+    sound = x[[0, 2]]
+    y = rmsnorm(x, None, eps)  # 1 / sqrt(inf) is 0
+    assert y[1, 0].isnan() if bad == torch.inf else y[1, 0] == 0
+    assert not y[1, 1:].any()
+    torch.testing.assert_close(y[[0, 2]], rmsnorm(sound, None, eps))
+    y = layernorm(x, None, None, eps)
+    assert y[1].isnan().all() or (bad != torch.inf and not y[1].any())
+    torch.testing.assert_close(y[[0, 2]], layernorm(sound, None, None, eps))

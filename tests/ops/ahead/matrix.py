@@ -7,9 +7,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from normscale.ops.launch import Call, Gradients, Inputs, Wanted, backward_calls, forward_call, reduce_call
+from normscale.ops.launch import (
+    Call,
+    Gradients,
+    Inputs,
+    Wanted,
+    backward_calls,
+    backward_plan,
+    forward_call,
+    forward_demand,
+    reduce_call,
+)
 from normscale.ops.spec import NormSpec
-from normscale.ops.tiling import WIDEST_ALPHA, WIDEST_PLAIN
+from normscale.ops.tiling import WIDEST_ALPHA, WIDEST_PLAIN, forward_tiling
 
 Form = Literal["norm", "add_norm", "residual_norm", "handle", "dropout", "statistics", "admin"]
 
@@ -90,10 +100,13 @@ class Case:
         )
 
     def _forward(self) -> Call:
-        partials = _meta((132, 4), torch.float32) if self.form == "statistics" else None
+        inputs, partials = self._inputs(), None
+        if self.form == "statistics":
+            demand = forward_demand(inputs.x, inputs.residual, inputs.alpha, self.kind, store_z=False, measured=True)
+            partials = _meta((forward_tiling(ROWS, self.width, inputs.x.device, demand).programs, 4), torch.float32)
         z = self._activation() if self.form == "add_norm" else None
         bias = self._weight() if self.kind == "layernorm" else None
-        return forward_call(self._inputs(), bias, self._activation(), z, self._moments(), partials, partials)
+        return forward_call(inputs, bias, self._activation(), z, self._moments(), partials, partials)
 
     def _backward(self) -> Iterator[Call]:
         inputs = self._inputs()
@@ -107,17 +120,19 @@ class Case:
             _meta((), torch.float32) if arrives else None,
             self._activation() if self.form == "add_norm" else None,
         )
-        sums = _meta((132, self.width), torch.float32)
+        measured, want_alpha = self.form == "statistics", self.form == "admin" and self.width <= WIDEST_ALPHA
+        plan = backward_plan(inputs, gradients, measured=measured, want_affine=True, want_alpha=want_alpha)
+        sums = _meta((plan.partial_rows, self.width), torch.float32)
         wanted = Wanted(
             dx=self._activation(),
             dresidual=self._activation() if self.form in ("residual_norm", "dropout", "statistics", "admin") else None,
             dgamma=sums,
             dbias=sums if self.kind == "layernorm" else None,
-            dalpha=sums if self.form == "admin" and self.width <= WIDEST_ALPHA else None,
-            dz_partials=_meta((132, 4), torch.float32) if self.form == "statistics" else None,
+            dalpha=sums if want_alpha else None,
+            dz_partials=_meta((plan.tiling.programs, 4), torch.float32) if measured else None,
             scale_residual=not handle,
         )
-        return backward_calls(inputs, gradients, self._moments(), wanted)
+        return backward_calls(inputs, gradients, self._moments(), wanted, plan)
 
     def _activation(self) -> Tensor:
         return _meta((ROWS, self.width), DTYPES[self.dtype])

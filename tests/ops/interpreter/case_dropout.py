@@ -23,7 +23,7 @@ def test_values_and_gradients_equal_fp64_with_an_independent_generator(width: in
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_branch_and_its_gradient_lose_the_same_elements(seed: int) -> None:
-    # gamma 0.5 leaves no gradient zero by itself, so that the zeros of dx are what was dropped.
+    # RMSNorm of random numbers, without weights, makes no gradient exactly zero: the zeros of dx are what was dropped.
     one = problem("residual_norm", "rmsnorm", (3, 67), dropout=0.4, affine="")
     one.seed = seed
     kept = torch.from_numpy(kept_elements(seed & (2**64 - 1), (3, 67), 0.4))

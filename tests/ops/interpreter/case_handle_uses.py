@@ -9,7 +9,7 @@ from torch import Tensor
 from normscale.ops.handles import open_handle, residual_norm_handle
 from normscale.ops.residual_norm import residual_norm
 from normscale.ops.spec import NormSpec
-from normscale.ops.statistics import Statistics
+from normscale.ops.statistics import Statistics, statistics
 from tests.ops.compare import DEVICE
 
 SITES, SHAPE = 3, (5, 24)
@@ -84,3 +84,23 @@ def test_a_handles_memory_is_not_kept_until_the_backward_pass() -> None:
     places = {t.untyped_storage().data_ptr() for t in saved}
     assert not places & {h.token.untyped_storage().data_ptr() for h in (handle, h1)}
     assert sum(t.numel() == y1.numel() for t in saved) == 2  # x and the residual
+
+
+@pytest.mark.parametrize("vector", [False, True])
+def test_wide_rows_in_fp32_measure_dz_beside_a_handle(vector: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handle is folded into dy there, and what is left has other programs than a kernel with a vector has."""
+    monkeypatch.setattr("normscale.ops.tiling.processors", lambda device: 2)
+    rows, width = 5, 12_290  # more rows than two processors have programs of 32 warps
+    torch.manual_seed(0)
+    x, residual, dy = (torch.randn(rows, width, device=DEVICE) for _ in range(3))
+    alpha, next_alpha = torch.tensor(1.5, device=DEVICE), torch.rand((width,) if vector else (), device=DEVICE)
+    spec, found = NormSpec("rmsnorm", 1e-5), torch.zeros(3, 3, device=DEVICE)
+    at = Statistics(torch.zeros_like(found), None, None, found, torch.tensor([1], device=DEVICE))
+    leaves = [x.requires_grad_(), residual.requires_grad_()]
+    y, handle = open_handle(residual, alpha)
+    y, handle = residual_norm_handle(y, handle, x, next_alpha, None, None, spec, statistics=at)
+    got = torch.autograd.grad([y, handle.token], leaves, [dy, dy])
+    want = torch.autograd.grad(residual_norm(residual, x, alpha, None, None, spec), leaves, dy + next_alpha * dy)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1], statistics(want[0]), rtol=1e-4, atol=0)

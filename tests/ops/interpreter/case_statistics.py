@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from normscale.ops.statistics import Statistics, statistics
+from normscale.ops.tiling import WIDEST_PLAIN
 from tests.ops.compare import DEVICE, run
 from tests.ops.inputs import NON_FINITE, problem
 from tests.ops.oracle import Op, Problem, reference
@@ -39,7 +40,10 @@ def test_rows_are_those_of_the_tensors(width: int, op: Op, kind: str) -> None:
         plain = run(one)
         got, at = measured(one)
         for name, value in plain.items():
-            assert torch.equal(got[name], value), f"measuring changes {name}"
+            if width <= WIDEST_PLAIN:
+                assert torch.equal(got[name], value), f"measuring changes {name}"
+            else:  # other warps and one kernel more: see `ops.tiling`
+                torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
         want = reference(one, z=got.get("z"))
         z = got.get("z", want["z"])
         assert_near(at.rows[2], statistics(z.float()))
