@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 import mlflow
 import pytest
 
-from normscale.tracking import record as records
 from normscale.tracking import mlflow_sink, sink_state
+from normscale.tracking import record as records
 from normscale.tracking.mlflow_requests import Store, SyncReport
 from normscale.tracking.mlflow_sink import follow, links, main, sync
 from normscale.tracking.mlflow_view import TAG, unpack
