@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _LOCK_WAIT_S = 300.0
+PAUSES = 20
+"""How much longer than a sync the pause after it is at least: a claim of 240 runs takes 2 s to look through."""
 
 
 def sync(runs: Path, uri: str, only: list[str] | None = None, *, live: bool = False) -> SyncReport:
@@ -70,11 +72,16 @@ def sync(runs: Path, uri: str, only: list[str] | None = None, *, live: bool = Fa
 
 
 def follow(runs: Path, uri: str, seconds: float, stop_when: Callable[[], bool]) -> SyncReport:
-    """Syncs every `seconds` until `stop_when` says so, then once more; returns the report of that last sync."""
+    """Syncs every `seconds` until `stop_when` says so, then once more; returns the report of that last sync.
+
+    Syncs that take long come less often, so that training loses little to them: see `PAUSES`.
+    """
     while not stop_when():
+        began = time.monotonic()
         if Path(runs).is_dir():
             _say(sync(runs, uri, live=True))
-        due = time.monotonic() + seconds
+        ended = time.monotonic()
+        due = ended + max(seconds, PAUSES * (ended - began))
         while time.monotonic() < due and not stop_when():
             time.sleep(0.1)
     return sync(runs, uri)

@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 import mlflow
 import pytest
 
+from normscale.tracking import mlflow_sink, sink_state
 from normscale.tracking import record as records
-from normscale.tracking import sink_state
 from normscale.tracking.mlflow_requests import Store, SyncReport
 from normscale.tracking.mlflow_sink import follow, links, main, sync
 from normscale.tracking.mlflow_view import TAG, unpack
@@ -444,6 +444,22 @@ def test_following_ends_with_a_last_sync(runs, new_store):
 
     assert follow(runs, uri, 0.01, stop).runs == 1
     assert len(everything(uri)) == 1
+
+
+def test_a_sync_that_takes_long_is_followed_by_a_long_pause(tmp_path, monkeypatch):
+    clock, syncs = [0.0], []
+
+    def slow(runs, uri, only=None, *, live=False):
+        syncs.append(clock[0])
+        clock[0] += 2.0
+        return mlflow_sink.SyncReport(uri)
+
+    monkeypatch.setattr(mlflow_sink, "sync", slow)
+    monkeypatch.setattr(mlflow_sink.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(mlflow_sink.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    follow(tmp_path, "u", 10.0, lambda: clock[0] > 100.0)
+    assert syncs[1] - syncs[0] == pytest.approx(42.0, abs=0.2)  # 2 s of work, then 20 times as much rest
+    assert len(syncs) == 4
 
 
 def test_importing_the_sink_is_cheap():
