@@ -48,7 +48,6 @@ CLAIM = Claim(
     paper={
         **published("pre", 12, 48, 100, 200),
         **published("deepnorm", 12, 48, 100, 200),
-        "pre L500 gap": "trains with 1024 sublayers (Keel, Table 3); this model has 1000",
     },
     differs=(
         "the article gives neither task nor width; here a decoder-only model of width 64 reads bytes",

@@ -6,7 +6,7 @@ Four sets of constants that went by that name, read in code releases and papers,
   the exponent inverted, and fix alpha at 2.83, that of 32 blocks. A toy model's update grew with a slope of 0.9.
   Expected: steeper than DeepNorm's by over 0.25 (half-way to the half that one missing constant costs, as in
   update-bounded), and at 24 blocks it dies, as Post-Norm does, where DeepNorm trains. Its updates scatter by two
-  decades between seeds, so it and DeepNorm have more depths and seeds than the others.
+  decades between seeds, so the models with a single stack have more depths and seeds than the others.
 - keel: Keel's baseline has beta = (2N)^(-1/4). The bound of the update goes with beta^2: 2 times DeepNorm's at every
   depth (2.2 in a toy model), with the same slope. Expected: over 1.41 times, half-way between 1 and 2 in the
   logarithm, and not steeper by over 0.25; and it still trains at 24 blocks.
@@ -26,7 +26,6 @@ TRAINING = described(DEPTH)
 
 BLOCKS = 24
 # No deeper: at 96 blocks MixLN's update after 10 steps is not linear in the rate, whether that is 1e-6, 3e-6 or 1e-5.
-DEPTHS = {6: 3, 12: 3, 24: 3, 48: 3}
 SCATTERED = dict.fromkeys((4, 6, 8, 12, 16, 24, 32, 48), 6)
 STACKS = {3: 3, 6: 3, 12: 3, 24: 2, 48: 2}  # blocks of the encoder, and as many of the decoder
 SGD = {**UPDATE, **WEIGHTS, "train.optim.name": "sgd", "train.schedule.warmup_steps": 0, "train.eval_every": 0}
@@ -96,8 +95,7 @@ CLAIM = Claim(
                 "paper": {BLOCKS: 3},
                 "mixln": {2: 3, 6: 3, BLOCKS: 3},
                 "keel": {BLOCKS: 3},
-                **dict.fromkeys(("paper-sgd", "mixln-sgd"), SCATTERED),
-                "keel-sgd": DEPTHS,
+                **dict.fromkeys(("paper-sgd", "mixln-sgd", "keel-sgd"), SCATTERED),
                 **dict.fromkeys(TWO_STACKS, STACKS),
             },
             low_lr={"mixln": {BLOCKS: 1}},
@@ -107,8 +105,7 @@ CLAIM = Claim(
                 "paper": {BLOCKS: 3, 100: 3, 200: 3},
                 "mixln": {2: 3, 6: 3, BLOCKS: 3, 100: 3, 200: 3},
                 "keel": {BLOCKS: 3, 100: 3, 200: 3},
-                **dict.fromkeys(("paper-sgd", "mixln-sgd"), SCATTERED),
-                "keel-sgd": DEPTHS,
+                **dict.fromkeys(("paper-sgd", "mixln-sgd", "keel-sgd"), SCATTERED),
                 **{key: {**STACKS, 24: 3, 48: 3, 96: 3} for key in TWO_STACKS},
             },
             low_lr={"mixln": {BLOCKS: 3, 100: 1, 200: 1}},
