@@ -31,7 +31,7 @@ help: ## this list
 	@echo 'normscale: which normalisation lets a deep Transformer train, and what breaks first when it does not'
 	@echo
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS='	' read -r name says; do \
-	    printf '  make %-12s %s\n' "$$name" "$$says"; done
+	    printf '  make %-18s %s\n' "$$name" "$$says"; done
 	@echo
 	@echo 'PYTHON=path of Python 3.11 or newer; TORCH_INDEX=URL of one of PyTorch'\''s own wheel indices (CPU or a CUDA version).'
 	@echo 'ARGS are shell words: make train ARGS="train.steps=50 '\''name=a b'\''"; DRY_RUN=1 shows what train or claim would start.'
