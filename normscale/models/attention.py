@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from normscale.models.projection import Projection
+from normscale.ops import sampled
 from normscale.ops.products import NATIVE, Products
+from normscale.ops.statistics import write
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin of the rotary angles, each [T, K]."""
@@ -16,12 +18,16 @@ Rotary = tuple[Tensor, Tensor]
 class Context(NamedTuple):
     """What branches read besides the stream: the same for all blocks of a side.
 
-    `keep_B11S` is False at padding of what the encoder reads: the encoder's own keys, or the memory's.
+    `keep_B11S` is False at padding of what the encoder reads: the encoder's own keys, or the memory's. On measured
+    passes `places` are the sampled positions of the side, and `scores` is where this attention writes: a buffer, and
+    its row.
     """
 
     rotary: Rotary | None = None
     memory_BSD: Tensor | None = None
     keep_B11S: Tensor | None = None
+    places: sampled.Places | None = None
+    scores: tuple[Tensor, Tensor] | None = None
 
 
 def rotary_tables(context: int, head_width: int, base: float = 10_000.0) -> Rotary:
@@ -135,9 +141,17 @@ class _Attention(nn.Module):
         return tuple(part.transpose(1, 2) for part in apart)  # in this order the backward pass copies once, not twice
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, keep_B11S: Tensor | None, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        *,
+        rotary: Rotary | None,
+        keep_B11S: Tensor | None,
+        causal: bool,
     ) -> Tensor:
-        """Returns what the heads read, projected.
+        """Returns what the heads read, projected; of the context, only what is measured is looked at.
 
         Shape: q [B, H, T, K]; k, v [B, H, S, K]; result [B, T, D].
         """
@@ -149,6 +163,9 @@ class _Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if "attn_scale" in self.slots:
             q = self.slots["attn_scale"](q)
+        if context.scores is not None and context.places is not None:
+            row = sampled.attention_row(q, k, context.places, keep_B11S=keep_B11S, causal=causal)
+            write(*context.scores, row)
         dropout = self.dropout if self.training else 0.0
         y_BTD = _heads_joined(self.products.attention(q, k, v, mask=keep_B11S, causal=causal, dropout=dropout))
         if "before_o" in self.slots:
@@ -195,7 +212,7 @@ class SelfAttention(_Attention):
         else:
             (q,), (k, v) = self.split(self.q(x_BTD), 1), self.split(self.kv(self.latent(x_BTD)), 2)
         keep_B11S = None if self.causal else context.keep_B11S
-        return self.attend(q, k, v, context.rotary, keep_B11S, self.causal)
+        return self.attend(q, k, v, context, rotary=context.rotary, keep_B11S=keep_B11S, causal=self.causal)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}"
@@ -243,7 +260,7 @@ class CrossAttention(_Attention):
         assert memory_BSD is not None, "cross-attention runs beside an encoder"
         (q,) = self.split(self.q(x_BTD), 1)
         k, v = self.split(self.kv(memory_BSD if self.latent is None else self.latent(memory_BSD)), 2)
-        return self.attend(q, k, v, None, context.keep_B11S, causal=False)
+        return self.attend(q, k, v, context, rotary=None, keep_B11S=context.keep_B11S, causal=False)
 
 
 def _heads_joined(x_BHTK: Tensor) -> Tensor:

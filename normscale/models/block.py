@@ -8,15 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normscale.models.attention import Context
-from normscale.ops.statistics import write_row
+from normscale.ops import sampled
+from normscale.ops.statistics import Buffers, write_row
 from normscale.schemes.scheme import Own, Scheme, Site, Streams
 
 
 class Sublayer(nn.Module):
     """A branch (attention or feed-forward) and what the scheme owns at its site.
 
-    With `rows` given, the statistics of the branch and of every stream after the join are written there: row
-    site * (1 + streams) is the branch, the next ones the streams. Without it nothing is computed.
+    With buffers given, what they ask of the branch, of every stream after the join and of z is written there, in rows
+    that follow one another (see `ops.statistics.Buffers`). Without them nothing is computed.
     """
 
     rows_of_site: Tensor
@@ -25,19 +26,24 @@ class Sublayer(nn.Module):
         super().__init__()
         self.scheme, self.site, self.dropout = scheme, site, dropout
         self.own, self.branch = own, branch
-        first = site.index * (1 + streams)
-        self.register_buffer("rows_of_site", torch.arange(first, first + 1 + streams), persistent=False)
+        self.attends = site.kind != "ffn"
+        count = 1 + streams + scheme.sums
+        first = site.index * count
+        self.register_buffer("rows_of_site", torch.arange(first, first + count), persistent=False)
 
-    def forward(self, streams: Streams, context: Context, rows: Tensor | None) -> Streams:
+    def forward(self, streams: Streams, context: Context, to: Buffers | None) -> Streams:
+        if to is not None and to.attention is not None and self.attends:
+            scores = (to.attention, self.rows_of_site[:1])
+            context = Context(context.rotary, context.memory_BSD, context.keep_B11S, context.places, scores)
         out = self.branch(self.scheme.read(streams, self.own), context)
         if self.dropout:
             out = F.dropout(out, self.dropout, self.training)
         if torch.promote_types(out.dtype, streams[0].dtype) is not streams[0].dtype:
             out = out.to(streams[0].dtype)  # a wider branch would widen the stream
-        if rows is None:
+        if to is None:
             return self.scheme.write(streams, out, self.own)
-        write_row(rows, self.rows_of_site[:1], out)
-        return self.scheme.write_measured(streams, out, self.own, rows, self.rows_of_site[1:])
+        write_row(to.rows, self.rows_of_site[:1], out)
+        return self.scheme.write_measured(streams, out, self.own, to, self.rows_of_site[1:])
 
 
 class Block(nn.Module):
@@ -46,13 +52,19 @@ class Block(nn.Module):
     Shape: streams, each [B, T, D]; result the same.
     """
 
-    def __init__(self, sublayers: Mapping[str, Sublayer]) -> None:
+    row: Tensor
+
+    def __init__(self, sublayers: Mapping[str, Sublayer], row: int) -> None:
+        """Takes the row of the samples that this block leaves (see `ops.statistics.Buffers`)."""
         super().__init__()
         self.sublayers = nn.ModuleDict(dict(sublayers))
+        self.register_buffer("row", torch.tensor([row]), persistent=False)
 
-    def forward(self, streams: Streams, context: Context, rows: Tensor | None) -> Streams:
+    def forward(self, streams: Streams, context: Context, to: Buffers | None) -> Streams:
         for sublayer in self.sublayers.values():
-            streams = sublayer(streams, context, rows)
+            streams = sublayer(streams, context, to)
+        if to is not None and to.samples is not None and context.places is not None:
+            sampled.keep(to.samples, self.row, streams[0], context.places)
         return streams
 
     def __iter__(self) -> Iterator[Sublayer]:

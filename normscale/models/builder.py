@@ -42,7 +42,9 @@ def build(config: ModelConfig, vocab: int, seed: int) -> Transformer:
         make.norm() if config.embedding_norm else None,
         make.norm() if config.embedding_norm and source_ends is not None else None,
     )
-    model = Transformer(plan, vocab, ends, source_ends, [Block(sublayers) for sublayers in blocks.values()], norms)
+    first_row = {"encoder": 1, "decoder": 2 if depth.N else 1}  # before a side's blocks, what enters it
+    stack = [Block(sublayers, first_row[side] + i) for i, ((side, _), sublayers) in enumerate(blocks.items())]
+    model = Transformer(plan, vocab, ends, source_ends, stack, norms)
     initialise(model, config, generator)
     set_backend(model, config.backend)
     if config.compile:

@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from normscale.models.attention import Context, rotary_tables
 from normscale.models.block import Block, Sublayer
 from normscale.models.plan import Plan
+from normscale.ops import sampled
 from normscale.ops.products import NATIVE, Products
+from normscale.ops.statistics import Buffers
 from normscale.schemes.scheme import Own, Site, Streams
 
 
@@ -97,27 +99,34 @@ class Transformer(nn.Module):
     @property
     def stream_count(self) -> int:
         """The number of tensors the scheme's stream is made of."""
-        return self.sublayers()[0].rows_of_site.numel() - 1
+        return self.rows_per_site - 1 - self.scheme.sums
+
+    @property
+    def rows_per_site(self) -> int:
+        """The number of rows a site has in what a measured pass fills (see `ops.statistics.Buffers`)."""
+        return self.sublayers()[0].rows_of_site.numel()
 
     def features(
         self,
         tokens_BT: Tensor,
-        rows: Tensor | None = None,
+        # Buffers, and the last two int and list[Tensor], or None: Any, so that **inputs (tensors) type-checks
+        to: Any = None,
         *,
         source_BS: Tensor | None = None,
         source_keep_BS: Tensor | None = None,
         segments_BT: Tensor | None = None,
-        skip: Any = None,  # int | None, and the next list[Tensor] | None: Any, so that **inputs (tensors) type-checks
+        skip: Any = None,
         outputs: Any = None,
     ) -> Tensor:
         """Returns the output of the side with the head, before the head.
 
-        `source_keep` is False at padding of what the encoder reads (the tokens, where it is alone). `skip` is a block
-        that is passed over. `outputs` gets the first stream, detached, before the first and after every block of a
-        side, the encoder's before the decoder's: (N + 1) + (M + 1) tensors where there are two sides.
+        `source_keep` is False at padding of what the encoder reads (the tokens, where it is alone). What buffers `to`
+        ask for is measured on the way. `skip` is a block that is passed over. `outputs` gets the first stream,
+        detached, before the first and after every block of a side, the encoder's before the decoder's:
+        (N + 1) + (M + 1) tensors where there are two sides.
 
         Shape: tokens, segments [B, T] int64; source [B, S] int64; source_keep [B, S], or [B, T] where the encoder is
-        alone, bool; rows [sites * (1 + streams), 3] fp32 or None; result [B, T, D].
+        alone, bool; the buffers have sites * rows_per_site rows; result [B, T, D].
 
         Raises:
             ValueError: an input that this model does not read, or the lack of one that it does.
@@ -131,27 +140,27 @@ class Transformer(nn.Module):
         if source_BS is not None and self.source_ends is not None:
             first = self.depth.N
             emb = self._embed(source_BS, self.source_position, None, self.source_embedding_norm)
-            memory_BSD = self._run(emb, self.source_ends, range(first), context, rows, skip, outputs)
+            memory_BSD = self._run(emb, self.source_ends, range(first), context, to, skip, outputs)
             context = Context(rotary, memory_BSD, keep_B11S)
         emb = self._embed(tokens_BT, self.position, segments_BT, self.embedding_norm)
-        return self._run(emb, self.ends, range(first, len(self.blocks)), context, rows, skip, outputs)
+        return self._run(emb, self.ends, range(first, len(self.blocks)), context, to, skip, outputs)
 
     def forward(
         self,
         tokens_BT: Tensor,
-        rows: Tensor | None = None,
+        to: Buffers | None = None,
         *,
         source_BS: Tensor | None = None,
         source_keep_BS: Tensor | None = None,
         segments_BT: Tensor | None = None,
         skip: int | None = None,
     ) -> Tensor:
-        """Returns the logits; with `rows`, the statistics of every site are written there.
+        """Returns the logits; with buffers, what they ask of every site is written there.
 
         Shape: arguments as in `features`; result [B, T, V].
         """
         x_BTD = self.features(
-            tokens_BT, rows, source_BS=source_BS, source_keep_BS=source_keep_BS, segments_BT=segments_BT, skip=skip
+            tokens_BT, to, source_BS=source_BS, source_keep_BS=source_keep_BS, segments_BT=segments_BT, skip=skip
         )
         logits_BTV = self.products.linear(x_BTD, self.token if self.logits is None else self.logits, None)
         return logits_BTV * self.ends.tensor("logit_scale") if self.ends.has("logit_scale") else logits_BTV
@@ -176,7 +185,7 @@ class Transformer(nn.Module):
         ends: Own,
         blocks: range,
         context: Context,
-        rows: Tensor | None,
+        to: Buffers | None,
         skip: int | None,
         outputs: list[Tensor] | None,
     ) -> Tensor:
@@ -184,16 +193,22 @@ class Transformer(nn.Module):
         streams: Streams = self.scheme.enter(emb if self.stream is None else emb.to(self.stream), ends)
         if outputs is not None:
             outputs.append(streams[0].detach())
+        if to is not None:
+            places = sampled.places(emb.shape[0], emb.shape[1], emb.device)
+            context = context._replace(places=places)
+            if to.samples is not None:
+                row = cast(Block, self.blocks[blocks.start]).row - 1
+                sampled.keep(to.samples, row, streams[0], places)
         for i in blocks:
             if i == skip:
                 streams = self.scheme.shown(streams)
             else:
                 block = self.blocks[i]
                 if self.checkpointing and torch.is_grad_enabled():
-                    # `rows` goes around checkpoint's saved inputs: it is written in place, by the recomputation too.
-                    streams = checkpoint(partial(block, context=context, rows=rows), streams, use_reentrant=False)
+                    # Buffers go around checkpoint's saved inputs: they are written in place, by the recomputation too.
+                    streams = checkpoint(partial(block, context=context, to=to), streams, use_reentrant=False)
                 else:
-                    streams = block(streams, context, rows)
+                    streams = block(streams, context, to)
             if outputs is not None:
                 outputs.append(streams[0].detach())
         return self.scheme.exit(streams, ends)

@@ -48,12 +48,13 @@ class Norm(nn.Module):
         self.register_parameter("bias", None)
         self.register_buffer("eps_tensor", torch.tensor(eps, dtype=torch.float32), persistent=False)
 
-    def residual(self, residual: Tensor, branch: Tensor, alpha: Tensor) -> Tensor:
+    def residual(self, residual: Tensor, branch: Tensor, alpha: Tensor, statistics: Statistics | None = None) -> Tensor:
         """Returns Norm(alpha * residual + branch), in one kernel where the backend has one.
 
         The eager sum is kept in fp32 until it is normalised, as `ops.residual_norm` defines it. It is summed here all
         the same: under the compiler this norm's function takes eps as a tensor, and the definition does not. The
-        norms of other packages take the stream's dtype, to which the sum is then rounded.
+        norms of other packages take the stream's dtype, to which the sum is then rounded. The sum is z of the
+        statistics.
 
         Shape: residual, branch [..., D]; alpha 0-d or [D]; result [..., D].
         """
@@ -61,12 +62,20 @@ class Norm(nn.Module):
         if self.backend != "auto" or not branch.is_cpu:
             backend = self.backend_for(branch, residual)
         if backend == "triton" and self.spec is not None:
-            return residual_norm(residual, branch, alpha, self.gamma, self.bias, self.spec, backend="triton")
+            return residual_norm(
+                residual, branch, alpha, self.gamma, self.bias, self.spec, backend="triton", statistics=statistics
+            )
         dtype = torch.promote_types(residual.dtype, branch.dtype)
-        if backend != "eager" or dtype is torch.float32 or dtype is torch.float64:
-            out: Tensor = self(scaled_residual(residual, branch, alpha))
-            return out
-        return self(scaled_residual(residual.float(), branch, alpha)).to(dtype)  # type: ignore[no-any-return]
+        wide = backend == "eager" and dtype not in (torch.float32, torch.float64)
+        z = scaled_residual(residual.float() if wide else residual, branch, alpha)
+        if statistics is not None:
+            z = statistics.watch(z)
+        y: Tensor = self(z)
+        if wide:
+            y = y.to(dtype)
+        if statistics is not None:
+            statistics.write(z, y)
+        return y
 
     def opening(self, alpha: float) -> nn.Module:
         """Returns what a stack of `residual` begins with: see `ops.handles.Opening`. `alpha` is the first site's."""

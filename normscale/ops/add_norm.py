@@ -36,9 +36,9 @@ def add_norm(
     if backend != "eager":
         backend = choose(backend, "add_norm", spec, x, gamma, bias, residual)
     if backend == "triton":
-        from normscale.ops import registered
+        from normscale.ops import fused
 
-        return registered.add_norm(residual, x, gamma, bias, spec, statistics)
+        return fused.add_norm(residual, x, gamma, bias, spec, statistics)
     dtype = torch.promote_types(residual.dtype, x.dtype)
     work = torch.promote_types(dtype, torch.float32)
     z = (residual.to(work) + x.to(work)).to(dtype)

@@ -78,11 +78,16 @@ def _lacking() -> str | None:
     return "its kernels need compute capability {}.{}, and this GPU has {}.{}".format(*CAPABILITY, *has)
 
 
+def _needs_gpu(case: Case, missing: str = "") -> str:
+    """Returns why another device cannot run the kernels; a package that is not there either would not help."""
+    return f"its kernels run on a GPU, and this is {_device(case.device)}" + (f"; also {missing}" if missing else "")
+
+
 def _triton(case: Case) -> str | None:
     if case.device != "cuda" and not (INTERPRETED and case.device == "cpu"):
-        return f"its kernels run on a GPU, and this is {_device(case.device)}"
+        return _needs_gpu(case)
     if not TRITON:
-        return "the package triton is not installed"
+        return "the package triton is not installed (pip install triton)"
     lacking: str | None = _lacking() if case.device == "cuda" else None
     if lacking is not None:
         return lacking
@@ -94,10 +99,11 @@ def _triton(case: Case) -> str | None:
 
 
 def _liger(case: Case) -> str | None:
-    if not LIGER:
-        return "the package liger-kernel is not installed"
+    missing = "" if LIGER else "the package liger-kernel is not installed (pip install liger-kernel)"
     if case.device != "cuda":  # nor does Triton interpret them: they cast eps, which is a Python number there
-        return f"its kernels run on a GPU, and this is {_device(case.device)}"
+        return _needs_gpu(case, missing)
+    if missing:
+        return missing
     if case.op != "norm":
         return f"it has no {case.op}"
     if case.missing:
@@ -110,10 +116,12 @@ def _liger(case: Case) -> str | None:
 
 
 def _apex(case: Case) -> str | None:
-    if not APEX:
-        return "the package apex is not installed with its extension fused_layer_norm_cuda"
+    missing = "" if APEX else "the package apex is not installed with its extension fused_layer_norm_cuda"
+    missing += " (build it from github.com/NVIDIA/apex with --cuda_ext)" if missing else ""
     if case.device != "cuda":
-        return f"its kernels run on a GPU, and this is {_device(case.device)}"
+        return _needs_gpu(case, missing)
+    if missing:
+        return missing
     if case.op != "norm":
         return f"it has no {case.op}"
     if case.spec.zero_centred:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from normscale.ops.backends import Backend, choose
 from normscale.ops.residual_norm import check
 from normscale.ops.spec import NormSpec
-from normscale.ops.statistics import Statistics
+from normscale.ops.statistics import Statistics, write_row
 
 
 @dataclass(frozen=True)
@@ -95,27 +94,30 @@ def residual_norm_handle(
     """
     check(residual, x, handle.alpha, gamma, bias, dropout, seed, statistics, next_alpha)
     choose("triton", "residual_norm", spec, x, gamma, bias, residual)
-    from normscale.ops import registered  # noqa: F401 (it registers the operations)
+    from normscale.ops import fused
 
-    y, token = _Site.apply(  # type: ignore[no-untyped-call]
-        residual.detach(),
-        handle.token,
-        x,
-        handle.alpha,
-        gamma,
-        bias,
-        next_alpha.detach(),
-        seed if dropout else None,
-        float(dropout),
-        spec.kind,
-        spec.eps,
-        spec.zero_centred,
-        *(getattr(statistics, name, None) for name in ("rows", "z", "y", "grad_rows", "dz")),
+    y, token = fused.handed_on(
+        residual, handle.token, x, handle.alpha, next_alpha, gamma, bias, spec, dropout, seed, statistics
     )
     return y, Handle(token, next_alpha)
 
 
-def _token(y: Tensor) -> Tensor:
+def watch_handle(y: Tensor, handle: Handle, grad_rows: Tensor | None, index: Tensor) -> tuple[Tensor, Handle]:
+    """Returns a site's result and its handle; the statistics of the result's gradient go into row `index`.
+
+    That gradient, dy + handle.alpha * dh, is otherwise made nowhere but inside the site's kernel: to measure it takes a
+    pass over it of its own.
+
+    Shape: y [..., D]; grad_rows [R, 3] fp32 or None; index [1] int64.
+    """
+    if grad_rows is None:
+        return y, handle
+    y, token = _WatchBoth.apply(y, handle.token, handle.alpha, grad_rows, index)  # type: ignore[no-untyped-call]
+    return y, Handle(token, handle.alpha)
+
+
+def token_of(y: Tensor) -> Tensor:
+    """Returns a token of the shape of `y`."""
     return y.new_empty(()).expand(y.shape)
 
 
@@ -124,7 +126,7 @@ class _Open(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(alpha)
         ctx.set_materialize_grads(False)
-        return x.view_as(x), _token(x)
+        return x.view_as(x), token_of(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -137,85 +139,24 @@ class _Open(torch.autograd.Function):
         return dx.to(dh.dtype), None
 
 
-class _Site(torch.autograd.Function):
+class _WatchBoth(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        residual: Tensor,
-        token: Tensor,
-        x: Tensor,
-        alpha: Tensor,
-        gamma: Tensor | None,
-        bias: Tensor | None,
-        next_alpha: Tensor,
-        seed: Tensor | None,
-        dropout: float,
-        kind: str,
-        eps: float,
-        zero_centred: bool,
-        rows: Tensor | None,
-        z_index: Tensor | None,
-        y_index: Tensor | None,
-        grad_rows: Tensor | None,
-        dz_index: Tensor | None,
+        ctx: Any, y: Tensor, token: Tensor, alpha: Tensor, rows: Tensor, index: Tensor
     ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(alpha)
         ctx.set_materialize_grads(False)
-        ctx.norm = (dropout, kind, float(eps), zero_centred)
-        ctx.dtypes = x.dtype, residual.dtype, None if bias is None else bias.dtype
-        ctx.grad_rows, ctx.dz_index = grad_rows, dz_index
-        measured = rows is not None and z_index is not None, rows is not None and y_index is not None
-        y, _, moments, z_partials, y_partials = torch.ops.normscale.norm_forward(
-            x, residual, alpha, gamma, bias, seed, *ctx.norm, False, *measured
-        )
-        for partials, index, wanted in zip((z_partials, y_partials), (z_index, y_index), measured, strict=True):
-            if wanted:
-                torch.ops.normscale.write_partials(partials, rows, index)
-        ctx.save_for_backward(x, residual, alpha, gamma, next_alpha, seed, moments)
-        return y, _token(y)
+        ctx.rows, ctx.index = rows, index
+        return y.view_as(y), token.view_as(token)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, residual, alpha, gamma, next_alpha, seed, moments = ctx.saved_tensors
-        nothing = (None,) * 11
-        if dy is None:
-            if dh is None:
-                return None, None, None, None, None, None, *nothing
-            dy = torch.zeros_like(dh)
-        _, need_token, need_x, need_alpha, need_gamma, need_bias = ctx.needs_input_grad[:6]
-        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
-        measured = ctx.grad_rows is not None and ctx.dz_index is not None
-        shared = need_x and need_token and ctx.norm[0] == 0 and x_dtype is residual_dtype  # one tensor for both
-        dx, dresidual, dgamma, dbias, dalpha, partials = torch.ops.normscale.norm_backward(
-            dy,
-            dh,
-            None if dh is None else next_alpha,
-            None,
-            x,
-            residual,
-            alpha,
-            gamma,
-            seed,
-            moments,
-            *ctx.norm,
-            x_dtype if need_x else None,
-            residual_dtype if need_token and not shared else None,
-            False,
-            need_gamma,
-            need_bias,
-            need_alpha,
-            measured,
-        )
-        if measured:
-            torch.ops.normscale.write_partials(partials, ctx.grad_rows, ctx.dz_index)
-        if need_alpha and alpha.dim() == 0:
-            dalpha = dalpha.sum()
-        return (
-            None,
-            (dx if shared else dresidual) if need_token else None,
-            dx if need_x else None,
-            dalpha.to(alpha.dtype) if need_alpha else None,
-            dgamma.to(gamma.dtype) if need_gamma else None,
-            dbias.to(bias_dtype) if need_bias else None,
-            *nothing,
-        )
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, dh = grads
+        (alpha,) = ctx.saved_tensors
+        total = dy
+        if dh is not None:
+            through = alpha * dh.to(torch.promote_types(dh.dtype, alpha.dtype))
+            total = through if dy is None else dy + through
+        if total is not None:
+            write_row(ctx.rows, ctx.index, total)
+        return dy, dh, None, None, None

@@ -20,6 +20,7 @@ from normscale.ops.tiling import (
     backward_tiling,
     forward_tiling,
     is_folded,
+    is_scaled_after,
     is_split,
     weights_tiling,
 )
@@ -207,13 +208,15 @@ class Plan:
     """How a backward pass is run, decided once, before anything is allocated.
 
     `folded`: the handle's gradient is added to dy before the kernel, which then sees none. `weights`: the tiling of
-    the weights' own kernel, where they have one. `apart`: dalpha is summed in PyTorch.
+    the weights' own kernel, where they have one. `apart`: dalpha is summed in PyTorch. `scaled_after`: what the kernel
+    gives for the residual is still to be multiplied by alpha.
     """
 
     tiling: Tiling
     weights: Tiling | None
     folded: bool
     apart: bool
+    scaled_after: bool
 
     @property
     def partial_rows(self) -> int:
@@ -245,7 +248,7 @@ def backward_plan(
         demand = replace(demand, handle=False, vector=_is_vector(inputs.alpha))
     tiling = backward_tiling(n_rows, width, device, demand, want_affine or (want_alpha and not apart))
     weights = weights_tiling(n_rows, width, device) if is_split(width, demand) else None
-    return Plan(tiling, weights, folded, apart)
+    return Plan(tiling, weights, folded, apart, _is_vector(inputs.alpha) and is_scaled_after(width, demand))
 
 
 def _itemsize(*tensors: Tensor | None) -> int:
@@ -301,7 +304,7 @@ def backward_calls(inputs: Inputs, gradients: Gradients, moments: Tensor, wanted
         "dalpha_ptr": wanted.dalpha,
         "dz_partials_ptr": wanted.dz_partials,
         "ZERO_CENTRED": inputs.spec.zero_centred,
-        "SCALE_RESIDUAL": wanted.scale_residual and inputs.alpha is not None,
+        "SCALE_RESIDUAL": wanted.scale_residual and inputs.alpha is not None and not plan.scaled_after,
         "REREAD": tiling.reread,
         **inputs.constants(tiling),
         **_strides(x=inputs.x, residual=inputs.residual, dy=gradients.dy, dhandle=gradients.dhandle, dz=gradients.dz),

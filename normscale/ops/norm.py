@@ -40,9 +40,9 @@ def norm(
     if backend != "eager":
         backend = choose(backend, "norm", spec, x, gamma, bias)
     if backend == "triton":
-        from normscale.ops import registered
+        from normscale.ops import fused
 
-        return registered.norm(x, gamma, bias, spec, statistics)
+        return fused.norm(x, gamma, bias, spec, statistics)
     if statistics is not None:
         x = statistics.watch(x)
     y = normalise(x, gamma, bias, spec) if backend == "eager" else peers.norm(backend, x, gamma, bias, spec)

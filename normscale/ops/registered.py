@@ -1,11 +1,11 @@
-"""The kernels as operations of PyTorch: opaque to the compiler, with shapes for tracing, and with gradients.
+"""The kernels as operations of PyTorch, opaque to the compiler, with shapes for tracing; see `ops.fused` for gradients.
 
 Three operations serve the public ones: `normscale::norm_forward`, `norm_backward` and `write_partials`. CUDA tensors
 go to the kernels; CPU tensors to `ops.formulas`, or to the kernels where Triton interprets them. A graph sees one node
 a pass, so that what the compiler does with a user kernel's scalars cannot reach ours.
 
 The gradient of a trained alpha above width 4096 (`tiling.WIDEST_ALPHA`) is summed in PyTorch instead of the kernel.
-No result shares memory with an argument. Gradients of a gradient are not defined.
+No result shares memory with an argument.
 """
 
 from math import prod
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from normscale.ops import formulas
 from normscale.ops.backends import INTERPRETED
@@ -29,7 +28,6 @@ from normscale.ops.launch import (
     reduce_call,
 )
 from normscale.ops.spec import Kind, NormSpec
-from normscale.ops.statistics import Statistics
 from normscale.ops.tiling import forward_tiling
 
 _LIBRARY = torch.library.Library("normscale", "DEF")  # type: ignore[no-untyped-call]
@@ -233,6 +231,8 @@ def _backward(*given: Any) -> tuple[Tensor, ...]:
             gradients = Gradients(both, dz=gradients.dz)
         for call in backward_calls(inputs, gradients, moments, wanted, plan):
             call.launch()
+        if plan.scaled_after and scale_residual and dresidual_dtype:
+            dresidual.mul_(alpha)
     if plan.apart:
         partials[2] = x.new_empty((1, x.shape[-1]), dtype=moments.dtype)
         formulas.backward(inputs, gradients, moments, Wanted(dalpha=partials[2]))
@@ -262,162 +262,3 @@ for _name, _run in (("norm_forward", _forward), ("norm_backward", _backward), ("
 torch.library.register_fake("normscale::norm_forward", _shapes_forward)
 torch.library.register_fake("normscale::norm_backward", _shapes_backward)
 torch.library.register_fake("normscale::write_partials", lambda partials, rows, index: None)
-_ops = torch.ops.normscale
-
-
-class _Fused(torch.autograd.Function):
-    """The public operations: y, or y and z where the sum is kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        alpha: Tensor | None,
-        gamma: Tensor | None,
-        bias: Tensor | None,
-        seed: Tensor | None,
-        dropout: float,
-        kind: Kind,
-        eps: float,
-        zero_centred: bool,
-        store_z: bool,
-        rows: Tensor | None,
-        z_index: Tensor | None,
-        y_index: Tensor | None,
-        grad_rows: Tensor | None,
-        dz_index: Tensor | None,
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.norm = (float(dropout), kind, float(eps), zero_centred)
-        measured = rows is not None and z_index is not None, rows is not None and y_index is not None
-        y, z, moments, z_partials, y_partials = _ops.norm_forward(
-            x, residual, alpha, gamma, bias, seed, *ctx.norm, store_z, *measured
-        )
-        if rows is not None and z_index is not None:
-            _ops.write_partials(z_partials, rows, z_index)
-        if rows is not None and y_index is not None:
-            _ops.write_partials(y_partials, rows, y_index)
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype
-        ctx.unscaled = alpha is None
-        ctx.grad_rows, ctx.dz_index = grad_rows, dz_index
-        if store_z:
-            ctx.save_for_backward(z, None, None, gamma, seed, moments)
-            return y, z
-        ctx.save_for_backward(x, residual, alpha, gamma, seed, moments)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, residual, alpha, gamma, seed, moments = ctx.saved_tensors
-        nothing = (None,) * 11
-        if dy is None:
-            if dz is None:
-                return None, None, None, None, None, *nothing
-            dy = torch.zeros_like(dz)
-        need_x, need_residual, need_alpha, need_gamma, need_bias = ctx.needs_input_grad[:5]
-        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
-        # One gradient serves both inputs where none is scaled: half of what would be written.
-        shared = need_x and need_residual and ctx.unscaled and ctx.norm[0] == 0 and x_dtype is residual_dtype
-        dx, dresidual, dgamma, dbias, dalpha, partials = _ops.norm_backward(
-            dy,
-            None,
-            None,
-            dz,
-            x,
-            residual,
-            alpha,
-            gamma,
-            seed,
-            moments,
-            *ctx.norm,
-            x_dtype if need_x else None,
-            residual_dtype if need_residual and not shared else None,
-            not ctx.unscaled,
-            need_gamma,
-            need_bias,
-            need_alpha,
-            ctx.grad_rows is not None and ctx.dz_index is not None,
-        )
-        if ctx.grad_rows is not None and ctx.dz_index is not None:
-            _ops.write_partials(partials, ctx.grad_rows, ctx.dz_index)
-        if need_alpha and alpha.dim() == 0:
-            dalpha = dalpha.sum()
-        return (
-            dx if need_x else None,
-            (dx if shared else dresidual) if need_residual else None,
-            dalpha.to(alpha.dtype) if need_alpha else None,
-            dgamma.to(gamma.dtype) if need_gamma else None,
-            dbias.to(bias_dtype) if need_bias else None,
-            *nothing,
-        )
-
-
-def _apply(
-    x: Tensor,
-    residual: Tensor | None,
-    alpha: Tensor | None,
-    gamma: Tensor | None,
-    bias: Tensor | None,
-    spec: NormSpec,
-    statistics: Statistics | None,
-    *,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-    store_z: bool = False,
-) -> Any:
-    where: tuple[Tensor | None, ...] = (None,) * 5
-    if statistics is not None:
-        where = (statistics.rows, statistics.z, statistics.y, statistics.grad_rows, statistics.dz)
-    tensors: tuple[Tensor | None, ...] = (x, residual, alpha, gamma, bias, seed if dropout else None)
-    if torch.compiler.is_compiling():
-        tensors, where = _distinct(tensors), _distinct(where)
-    constants = (dropout, spec.kind, spec.eps, spec.zero_centred, store_z)
-    return _Fused.apply(*tensors, *constants, *where)  # type: ignore[no-untyped-call]
-
-
-def _distinct(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Returns the tensors with a view in place of one that stands before: Dynamo takes no tensor twice."""
-    distinct: list[Tensor | None] = []
-    for tensor in tensors:
-        again = tensor is not None and any(tensor is other for other in distinct)
-        distinct.append(tensor.view_as(tensor) if tensor is not None and again else tensor)
-    return tuple(distinct)
-
-
-def norm(
-    x: Tensor, gamma: Tensor | None, bias: Tensor | None, spec: NormSpec, statistics: Statistics | None = None
-) -> Tensor:
-    """As `ops.norm.norm`."""
-    y: Tensor = _apply(x, None, None, gamma, bias, spec, statistics)
-    return y
-
-
-def add_norm(
-    residual: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    bias: Tensor | None,
-    spec: NormSpec,
-    statistics: Statistics | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `ops.add_norm.add_norm`."""
-    y, z = _apply(x, residual, None, gamma, bias, spec, statistics, store_z=True)
-    return z, y
-
-
-def residual_norm(
-    residual: Tensor,
-    x: Tensor,
-    alpha: Tensor,
-    gamma: Tensor | None,
-    bias: Tensor | None,
-    spec: NormSpec,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    statistics: Statistics | None = None,
-) -> Tensor:
-    """As `ops.residual_norm.residual_norm`."""
-    y: Tensor = _apply(x, residual, alpha, gamma, bias, spec, statistics, seed=seed, dropout=dropout)
-    return y

@@ -42,9 +42,9 @@ def residual_norm(
     if backend != "eager":
         backend = choose(backend, "residual_norm", spec, x, gamma, bias, residual)
     if backend == "triton":
-        from normscale.ops import registered
+        from normscale.ops import fused
 
-        return registered.residual_norm(residual, x, alpha, gamma, bias, spec, dropout, seed, statistics)
+        return fused.residual_norm(residual, x, alpha, gamma, bias, spec, dropout, seed, statistics)
     dtype = torch.promote_types(residual.dtype, x.dtype)
     work = torch.promote_types(dtype, torch.float32)
     z = torch.addcmul(drop(x.to(work), dropout, seed), residual.to(work), alpha.to(work))

@@ -1,7 +1,8 @@
 """Row statistics of a tensor: what the probes ask of every stream and branch."""
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,30 @@ from torch import Tensor
 from normscale.errors import BadInput
 
 STATISTICS = ("sum_of_squares", "absmax", "nonfinite")
+
+PIECE = 2**16  # entries that are read together on the host: the second reading finds them in the cache
+LARGEST = torch.finfo(torch.float32).max
+
+
+class Buffers(NamedTuple):
+    """Where a measured pass through a model writes, one row a quantity; what is None is not measured.
+
+    Rows are the same in all but the samples. A site has one for its branch, one for every stream after the join and,
+    where the scheme normalises a sum z = alpha * residual + branch, a last one for z. What a site has only one of
+    (attention) stands in the row of its branch. Samples have, of each side, a row for what enters it and one a block.
+
+    They are no buffers of the model: neither a checkpoint nor an engine has anything to do with them.
+
+    Shape: rows, grad_rows [R, 3] (`STATISTICS` of tensors and of their gradients); sums [R, 1], of the streams'
+    entries; attention [R, 2], largest logit and mean entropy; samples [blocks + sides, places, D], of the first stream
+    (see `ops.sampled` for both). All fp32.
+    """
+
+    rows: Tensor
+    grad_rows: Tensor | None = None
+    sums: Tensor | None = None
+    attention: Tensor | None = None
+    samples: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,10 +88,7 @@ class Statistics:
 
     def watch(self, z: Tensor) -> Tensor:
         """Returns `z`, whose gradient will be measured on its way back."""
-        if self.grad_rows is None or self.dz is None:
-            return z
-        watched: Tensor = _Watch.apply(z, self.grad_rows, self.dz)  # type: ignore[no-untyped-call]
-        return watched
+        return z if self.dz is None else watch(z, self.grad_rows, self.dz)
 
 
 def statistics(x: Tensor) -> Tensor:
@@ -80,7 +102,32 @@ def statistics(x: Tensor) -> Tensor:
     x = x.detach().float()
     if x.numel() == 0:
         return x.new_zeros(3)
+    if on_host(x):
+        return torch.tensor(_read(x), dtype=torch.float32)
     return torch.stack([x.square().sum(), x.abs().amax(), (~torch.isfinite(x)).sum().float()])
+
+
+def on_host(x: Tensor) -> bool:
+    """Returns whether the entries of `x` lie on the host now, so that to look at one waits for nothing."""
+    return x.is_cpu and not torch.compiler.is_compiling()
+
+
+def _read(x: Tensor) -> tuple[float, float, float]:
+    """Returns the statistics of what lies on the host, at a fifth of the cost of the operations they are defined by.
+
+    A finite sum of squares has no term that is not finite, so that entries are counted only where it is not.
+
+    Shape: x any fp32, not empty, without a gradient.
+    """
+    x = x.reshape(-1)
+    squares, high, low = 0.0, -math.inf, math.inf
+    for piece in torch.split(x, PIECE):
+        squares += float(torch.dot(piece, piece))
+        high, low = max(high, float(piece.amax())), min(low, float(piece.amin()))
+    if squares <= LARGEST:
+        return squares, max(high, -low), 0.0
+    squares = math.nan if math.isnan(squares) else math.inf
+    return squares, max(float(x.amax()), -float(x.amin())), float(x.numel() - int(torch.isfinite(x).sum()))
 
 
 def write_row(rows: Tensor, index: Tensor, x: Tensor) -> None:
@@ -91,8 +138,43 @@ def write_row(rows: Tensor, index: Tensor, x: Tensor) -> None:
 
     Shape: rows [R, 3] fp32; index [1] int64.
     """
-    with torch.no_grad():
-        rows.index_copy_(0, index, statistics(x).unsqueeze(0))
+    if on_host(rows) and x.numel():
+        rows.numpy()[int(index)] = _read(x.detach().float())
+    else:
+        with torch.no_grad():
+            rows.index_copy_(0, index, statistics(x).unsqueeze(0))
+
+
+def write_sum(sums: Tensor | None, index: Tensor, x: Tensor) -> None:
+    """Writes the sum of the entries of `x`, in fp32, into row `index`, where there is a buffer for it.
+
+    Shape: sums [R, 1] fp32 or None; index [1] int64.
+    """
+    if sums is not None:
+        write(sums, index, x.detach().sum(dtype=torch.float32))
+
+
+def write(buffer: Tensor, index: Tensor, values: Tensor) -> None:
+    """Writes one row of a buffer, in place.
+
+    Shape: buffer [R, n] fp32; index [1] int64; values n of them, without a gradient.
+    """
+    if on_host(buffer):
+        buffer.numpy()[int(index)] = values.numpy()  # a few operations less; they add up over 2000 sites
+    else:
+        with torch.no_grad():
+            buffer.index_copy_(0, index, values.view(1, -1))
+
+
+def watch(x: Tensor, grad_rows: Tensor | None, index: Tensor) -> Tensor:
+    """Returns `x`; the statistics of its gradient go into row `index` on the way back, where there are rows for it.
+
+    Shape: grad_rows [R, 3] fp32 or None; index [1] int64.
+    """
+    if grad_rows is None:
+        return x
+    watched: Tensor = _Watch.apply(x, grad_rows, index)  # type: ignore[no-untyped-call]
+    return watched
 
 
 class _Watch(torch.autograd.Function):

@@ -113,6 +113,11 @@ def is_folded(width: int, demand: Demand) -> bool:
     return demand.handle and demand.itemsize > 2 and width > WIDEST_PLAIN
 
 
+def is_scaled_after(width: int, demand: Demand) -> bool:
+    """Tells whether the residual's gradient is multiplied by a vector alpha after the kernel, which would spill."""
+    return demand.vector and demand.kind == "layernorm" and demand.itemsize > 2 and width > WIDEST_REREAD
+
+
 def weights_tiling(n_rows: int, width: int, device: torch.device) -> Tiling:
     """Returns the tiling of the kernel for the weights' gradients: `programs` share the rows of each column tile."""
     block, rows = 128, 32

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from normscale.ops.statistics import Statistics
+from normscale.ops.handles import watch_handle
+from normscale.ops.statistics import Buffers, Statistics, watch, write_sum
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
@@ -20,6 +21,7 @@ class PostNorm(Scheme):
     Reference: Vaswani et al. 2017, arXiv:1706.03762, section 3.1.
     """
 
+    sums = True
     refuses = {"pre_norm": _EXTRA, "final_norm": _EXTRA}
 
     def own(self, depth: Depth, site: Site, make: Make) -> Parts:
@@ -45,9 +47,16 @@ class PostNorm(Scheme):
         fused: Streams = own.module("norm").residual_handle(*streams, out, own.tensor("next_alpha"))
         return fused
 
-    def write_measured(self, streams: Streams, out: Tensor, own: Own, rows: Tensor, index: Tensor) -> Streams:
+    def write_measured(self, streams: Streams, out: Tensor, own: Own, to: Buffers, index: Tensor) -> Streams:
+        """As `Scheme.write_measured`; of what is asked, the kernels have all but the sum and the stream's gradient."""
+        y_row, z_row = index[:1], index[1:]
+        found = Statistics(to.rows, z_row, y_row)
+        norm = own.module("norm")
         if len(streams) == 1:
-            return super().write_measured(streams, out, own, rows, index)
-        found = Statistics(rows, y=index)
-        fused: Streams = own.module("norm").residual_handle(*streams, out, own.tensor("next_alpha"), found)
-        return fused
+            y = norm.residual(streams[0], out, own.tensor("alpha"), found)
+            written: Streams = (watch(y, to.grad_rows, y_row),)
+        else:
+            y, handle = norm.residual_handle(*streams, out, own.tensor("next_alpha"), found)
+            written = watch_handle(y, handle, to.grad_rows, y_row)
+        write_sum(to.sums, y_row, y)
+        return written

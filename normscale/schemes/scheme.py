@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normscale.config.values import Section
-from normscale.ops.statistics import write_row
+from normscale.ops.statistics import Buffers, watch, write_row, write_sum
 
 Side = Literal["encoder", "decoder"]
 Kind = Literal["self", "cross", "ffn"]
@@ -185,6 +185,8 @@ class Scheme:
 
     name: ClassVar[str] = "none"
     topologies: ClassVar[frozenset[Topology]] = frozenset(("encoder", "decoder", "encoder-decoder"))
+    sums: ClassVar[bool] = False
+    """Whether every site normalises a sum of stream and branch (z) that no stream holds: it is measured then, too."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """Options that make no sense for this scheme, each with the reason; naming one is an error that says why."""
 
@@ -271,17 +273,24 @@ class Scheme:
         """
         return (streams[0] + out,)
 
-    def write_measured(self, streams: Streams, out: Tensor, own: Own, rows: Tensor, index: Tensor) -> Streams:
-        """Returns what `write` does, and writes the statistics of every stream into its row of `rows`.
+    def write_measured(self, streams: Streams, out: Tensor, own: Own, to: Buffers, index: Tensor) -> Streams:
+        """Returns what `write` does, and writes what is asked of every stream into its row, and of z into the last.
 
-        A scheme whose fused norm has these numbers at hand overrides it.
+        Streams that are one tensor stay one, whose gradient stands in the row of the first. A scheme that has a z
+        (`sums`), or whose fused norm has the numbers at hand, overrides it.
 
-        Shape: rows [R, 3] fp32; index [number of streams] int64.
+        Shape: index [number of streams, and 1 for z where there is one] int64.
         """
         streams = self.write(streams, out, own)
-        for i, stream in enumerate(self.shown(streams)):
-            write_row(rows, index[i : i + 1], stream)
-        return streams
+        shown = self.shown(streams)
+        watched: list[Tensor] = []
+        for i, stream in enumerate(shown):
+            row = index[i : i + 1]
+            write_row(to.rows, row, stream)
+            write_sum(to.sums, row, stream)
+            again = i > 0 and stream is shown[i - 1]
+            watched.append(watched[-1] if again else watch(stream, to.grad_rows, row))
+        return (*watched, *streams[len(shown) :])
 
     def exit(self, streams: Streams, ends: Own) -> Tensor:
         """Returns the output of the stack.

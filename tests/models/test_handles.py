@@ -17,9 +17,10 @@ from normscale.norms import norm as norms
 from normscale.norms import set_backend
 from normscale.ops import handles
 from normscale.ops.handles import Handle
-from normscale.ops.statistics import Statistics
+from normscale.ops.statistics import Statistics, write_row
 from normscale.schemes import Depth, registry
 from normscale.schemes.post import PostNorm
+from tests.schemes.test_contract import empty
 
 SIZE = {"d": 16, "heads": 2, "context": 8}
 TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -32,12 +33,20 @@ class Protocol(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, residual: Tensor, x: Tensor, alpha: Tensor, next_alpha: Tensor
+        ctx: Any,
+        token: Tensor,
+        residual: Tensor,
+        x: Tensor,
+        alpha: Tensor,
+        next_alpha: Tensor,
+        statistics: Statistics | None,
     ) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             z = (alpha * residual + x.detach()).requires_grad_()
             y = torch.nn.functional.layer_norm(z, z.shape[-1:])
-        ctx.z, ctx.y, ctx.next_alpha = z, y, next_alpha
+        ctx.z, ctx.y, ctx.next_alpha, ctx.statistics = z, y, next_alpha, statistics
+        if statistics is not None:
+            statistics.write(z, y)
         ctx.set_materialize_grads(False)
         return y.detach().clone(), torch.full_like(y, torch.nan)  # its values are nobody's business
 
@@ -46,15 +55,15 @@ class Protocol(torch.autograd.Function):
         dy, dh = grads
         total = sum(g for g in (dy, None if dh is None else ctx.next_alpha * dh) if g is not None)
         (dz,) = torch.autograd.grad(ctx.y, ctx.z, total)
-        return dz, None, dz, None, None
+        if ctx.statistics is not None and ctx.statistics.grad_rows is not None:
+            write_row(ctx.statistics.grad_rows, ctx.statistics.dz, dz)
+        return dz, None, dz, None, None, None
 
 
 def stand_in(
     residual: Tensor, handle: Any, x: Tensor, next_alpha: Tensor, *rest: Any, statistics: Statistics | None = None
 ) -> Any:
-    y, token = Protocol.apply(handle.token, residual.detach(), x, handle.alpha, next_alpha)
-    if statistics is not None:
-        statistics.write(y, y)
+    y, token = Protocol.apply(handle.token, residual.detach(), x, handle.alpha, next_alpha, statistics)
     return y, Handle(token, next_alpha)
 
 
@@ -94,12 +103,15 @@ def test_gradients_through_handles_are_those_without(
 ) -> None:
     monkeypatch.setitem(registry.SCHEMES.classes, "rising", Rising)
     eager, fused = (model_of(b, scheme, topology, checkpointing=checkpointing) for b in ("eager", "triton"))
-    rows = [torch.zeros(len(m.sites()) * (1 + m.stream_count), 3) for m in (eager, fused)]
-    losses = [m(TOKENS, row, **beside(topology)).square().mean() for m, row in zip((eager, fused), rows, strict=True)]
+    filled = [empty(m) for m in (eager, fused)]
+    losses = [m(TOKENS, to, **beside(topology)).square().mean() for m, to in zip((eager, fused), filled, strict=True)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
-    torch.testing.assert_close(rows[0], rows[1])
     for loss in losses:
         loss.backward()
+    for field, want in filled[0]._asdict().items():  # gradients of streams and of z too
+        bound = 0.0 if field == "grad_rows" else 1e-5
+        torch.testing.assert_close(getattr(filled[1], field), want, rtol=1e-5, atol=bound, msg=field)
+    assert (filled[0].grad_rows[1 :: eager.rows_per_site, 0] > 0).all()
     for (name, a), b in zip(eager.named_parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-14, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -147,10 +159,10 @@ def test_handles_cost_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     counters.clear()
     assert compiled(TOKENS).shape == eager(TOKENS).shape
     assert counters["stats"]["unique_graphs"] == compiled.structures == 1
-    rows = torch.zeros(24 * 2, 3)
-    compiled(TOKENS, rows).sum().backward()
+    filled = empty(compiled)
+    compiled(TOKENS, filled).sum().backward()
     assert counters["stats"]["unique_graphs"] == 2
-    assert (rows[:, 0] > 0).all()
+    assert (filled.rows[:, 0] > 0).all()
 
 
 def traceable(

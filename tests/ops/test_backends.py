@@ -257,3 +257,19 @@ def test_peers_give_our_definition_where_they_are_installed(backend: str, spec: 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for a, b in zip(torch.autograd.grad(got, weights, dy), torch.autograd.grad(want, weights, dy), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ("liger", r"this is a CPU; also the package liger-kernel is not installed \(pip install liger-kernel\)"),
+        ("apex", r"this is a CPU; also the package apex is not installed .* \(build it from github.com/NVIDIA/apex"),
+    ],
+)
+def test_a_package_that_would_not_help_here_is_named_second(
+    backend: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LIGER", "APEX"):
+        monkeypatch.setattr(backends, name, False)
+    with pytest.raises(BackendError, match=says):
+        on_gpu(backend, device="cpu")

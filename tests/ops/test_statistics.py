@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from normscale.ops.statistics import statistics, write_row
+from normscale.ops.statistics import PIECE, statistics, watch, write_row, write_sum
 
 
 def test_sum_of_squares_absmax_and_count() -> None:
@@ -30,3 +30,46 @@ def test_a_row_is_overwritten_not_added_to() -> None:
     for _ in range(2):
         write_row(rows, torch.tensor([1]), torch.tensor([2.0], requires_grad=True))
     assert rows.tolist() == [[0, 0, 0], [4.0, 2.0, 0.0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(3, 50),
+        torch.randn(3, 50).T,
+        torch.randn(4, 5).bfloat16(),
+        torch.tensor([1.0, float("nan"), -2.0]),
+        torch.tensor([1.0, float("-inf")]),
+        torch.tensor([-3e30, 1.0]),  # finite, but its square is not
+        torch.tensor([[-7.0]]).expand(3, 4),
+        torch.zeros(2, 0),
+        torch.randn(3, PIECE) * torch.tensor([[1.0], [5.0], [2.0]]),  # more than one piece
+        -torch.rand(2 * PIECE + 3),
+        torch.full((PIECE + 1,), float("nan")),
+        torch.cat([torch.ones(PIECE), torch.tensor([float("inf"), float("nan")])]),
+        torch.full((2, PIECE), 6e16),  # the pieces' squares are finite, their sum is not
+    ],
+)
+def test_what_is_read_on_the_host_is_what_the_operations_give(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = statistics(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(read, statistics(x), equal_nan=True)
+    assert read.dtype is torch.float32
+
+
+def test_the_sum_is_written_where_it_is_wanted() -> None:
+    sums = torch.zeros(3, 1)
+    write_sum(sums, torch.tensor([2]), torch.tensor([[1.5, -4.0]], dtype=torch.bfloat16))
+    write_sum(None, torch.tensor([2]), torch.ones(2))
+    assert sums.tolist() == [[0], [0], [-2.5]]
+
+
+def test_a_watched_tensor_is_the_same_and_its_gradient_is_measured() -> None:
+    x, rows = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.zeros(2, 3)
+    y = watch(x, rows, torch.tensor([1]))
+    assert torch.equal(x, y)
+    (y * y).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 4.0, 6.0]
+    assert rows.tolist() == [[0, 0, 0], [56.0, 6.0, 0]]
+    assert watch(x, None, torch.tensor([1])) is x

@@ -17,6 +17,7 @@ from normscale.models.builder import build
 from normscale.models.plan import resolve
 from normscale.models.stack import Transformer
 from normscale.norms import norm_names
+from normscale.ops.statistics import Buffers
 from normscale.schemes import Depth, Make, Own, Parts, Scheme, Site, Streams, registry, scheme_names
 
 SIZE = {"M": 4, "d": 16, "heads": 2, "context": 8}
@@ -130,10 +131,17 @@ def test_a_guest_scheme_equals_its_formula(name: str) -> None:
 @pytest.mark.parametrize("name", GUESTS)
 def test_a_guest_scheme_is_measured_in_all_its_streams(name: str) -> None:
     model = build(ModelConfig(**SIZE, scheme=name), 32, 0)
-    rows = torch.full((8 * (1 + model.stream_count), 3), -1.0)
-    model(TOKENS, rows)
+    rows = torch.full((8 * model.rows_per_site, 3), -1.0)
+    model(TOKENS, Buffers(rows))
     assert model.stream_count == (1 if name == "keel-guest" else 2)
     assert (rows >= 0).all()
+
+
+def empty(model: Transformer) -> Buffers:
+    """All that a pass through the model can be asked for."""
+    rows = len(model.sites()) * model.rows_per_site
+    samples = torch.zeros(len(model.blocks) + (2 if model.depth.N and model.depth.M else 1), 16, model.d)
+    return Buffers(*(torch.zeros(rows, columns) for columns in (3, 3, 1, 2)), samples)
 
 
 def every_scheme() -> list[str]:
@@ -153,10 +161,11 @@ def test_gradients_reach_every_parameter(name: str, norm: str) -> None:
 @pytest.mark.parametrize("name", every_scheme())
 def test_recomputing_activations_changes_nothing(name: str) -> None:
     plain, checkpointed = (build(ModelConfig(**SIZE, scheme=name, checkpointing=c), 32, 0) for c in (False, True))
-    rows = [torch.zeros(8 * (1 + plain.stream_count), 3) for _ in range(2)]
-    for model, row in zip((plain, checkpointed), rows, strict=True):
-        model(TOKENS, row).square().mean().backward()
-    assert torch.equal(rows[0], rows[1])
+    filled = [empty(plain) for _ in range(2)]
+    for model, to in zip((plain, checkpointed), filled, strict=True):
+        model(TOKENS, to).square().mean().backward()
+    for one, other in zip(*filled, strict=True):
+        assert torch.equal(one, other)
     for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
@@ -183,11 +192,14 @@ def test_one_graph_for_each_structure(name: str, monkeypatch: pytest.MonkeyPatch
         if eps == 1e-5:
             assert counters["stats"]["unique_graphs"] == compiled.structures
             assert compiled.structures == (2 if name == "keel-guest" else 1)
-            rows, want = (torch.zeros(24 * (1 + eager.stream_count), 3) for _ in range(2))
-            compiled(TOKENS, rows)  # statistics asked for after compiling, not before: they must not stay empty
+            filled, want = (empty(eager) for _ in range(2))
+            # Statistics are asked for after compiling, not before: they must not stay empty.
+            compiled(TOKENS, filled).square().mean().backward()
             assert counters["stats"]["unique_graphs"] == 2 * compiled.structures
-            eager(TOKENS, want)
-            torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-4)
+            eager(TOKENS, want).square().mean().backward()
+            for field, values in filled._asdict().items():
+                bound = 0.0 if field == "grad_rows" else 1e-4
+                torch.testing.assert_close(values, getattr(want, field), rtol=1e-4, atol=bound, msg=field)
         else:
             assert counters["stats"]["unique_graphs"] == 0
 

@@ -9,6 +9,7 @@ from normscale.config.schema import ModelConfig
 from normscale.models.attention import Context
 from normscale.models.builder import build
 from normscale.models.stack import Transformer
+from normscale.ops.statistics import Buffers
 
 
 def embedded(model: Transformer, tokens: Tensor) -> Tensor:
@@ -48,10 +49,10 @@ def test_the_stack_equals_its_formula(model: Transformer) -> None:
 def stream_rms(scheme: str, blocks: int) -> Tensor:
     """RMS of the stream after every site of a fresh model."""
     model = build(ModelConfig(M=blocks, d=64, heads=4, context=32, scheme=scheme), 256, 0)
-    rows = torch.zeros(2 * len(model.sites()), 3)
+    rows = torch.zeros(len(model.sites()) * model.rows_per_site, 3)
     with torch.no_grad():
-        model(torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0)), rows)
-    return (rows[1::2, 0] / (4 * 32 * 64)).sqrt()
+        model(torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0)), Buffers(rows))
+    return (rows[1 :: model.rows_per_site, 0] / (4 * 32 * 64)).sqrt()
 
 
 def test_the_pre_norm_stream_grows_with_depth_and_the_others_stay() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
 from normscale.models.stack import Transformer
+from normscale.ops.statistics import Buffers
 from normscale.schemes import scheme_names
 from tests.schemes.test_contract import guests
 
@@ -46,8 +47,8 @@ def test_gradients_reach_every_parameter_and_recomputing_changes_none(scheme: st
     found = []
     for checkpointing in (False, True):
         model = make(scheme, topology, checkpointing=checkpointing)
-        rows = torch.full((len(model.sites()) * (1 + model.stream_count), 3), -1.0)
-        model(TOKENS, rows, **beside(topology)).square().mean().backward()
+        rows = torch.full((len(model.sites()) * model.rows_per_site, 3), -1.0)
+        model(TOKENS, Buffers(rows), **beside(topology)).square().mean().backward()
         assert (rows >= 0).all()
         found.append((rows, model))
     assert torch.equal(found[0][0], found[1][0])
@@ -64,7 +65,7 @@ def test_sites_and_their_parameters_agree(scheme: str, topology: str) -> None:
     sites, groups = model.sites(), model.site_parameters()
     assert [site.index for site in sites] == list(range(len(groups)))
     assert [sublayer.rows_of_site.tolist()[0] for sublayer in model.sublayers()] == [
-        site.index * (1 + model.stream_count) for site in sites
+        site.index * model.rows_per_site for site in sites
     ]
     for site, names in zip(sites, groups, strict=True):
         blocks_before = TOPOLOGIES[topology]["N"] if site.side == "decoder" else 0

@@ -46,8 +46,6 @@ BACKWARD: dict[str, dict[str, int]] = {
     "handle": {"dy_ptr": 1, "dhandle_ptr": 1, "x_ptr": 1, "residual_ptr": 1, "dx_ptr": -1},
 }
 READ_AGAIN = ("dy_ptr", "dhandle_ptr", "x_ptr", "residual_ptr")
-SPILLS = {"sm_90 admin layernorm fp32 16384 backward": 8}
-"""Known and not mended: bytes that a kernel spills on sm_90, where it should be none. An entry here is a debt."""
 ACTIVATIONS = (*READ_AGAIN, "dz_ptr", "y_ptr", "z_ptr", "dx_ptr", "dresidual_ptr")
 
 

@@ -11,6 +11,7 @@ from normscale.models.builder import build
 from normscale.models.stack import Transformer
 from normscale.norms import norm as norms
 from normscale.norms import set_backend
+from normscale.ops.statistics import Buffers
 from normscale.tracking.reader import read_run
 from normscale.train.run import run
 
@@ -31,13 +32,15 @@ def model_of(backend: Any, **options: Any) -> Transformer:
     return model
 
 
-def steps_of(model: Transformer, both: bool, **autocast: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.zeros(len(model.sites()) * (1 + model.stream_count), 3, device=DEVICE)
+def steps_of(model: Transformer, both: bool, **autocast: Any) -> tuple[torch.Tensor, Buffers]:
+    rows = len(model.sites()) * model.rows_per_site
+    samples = torch.zeros(len(model.blocks) + 2, 16, model.d, device=DEVICE)
+    filled = Buffers(*(torch.zeros(rows, columns, device=DEVICE) for columns in (3, 3, 1, 2)), samples)
     with torch.autocast(DEVICE, enabled=bool(autocast), **autocast):
-        logits = model(TOKENS, rows, **({"source_BS": SOURCE} if both else {}))
+        logits = model(TOKENS, filled, **({"source_BS": SOURCE} if both else {}))
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), TOKENS.flatten())
     loss.backward()
-    return loss.detach(), rows
+    return loss.detach(), filled
 
 
 def check_gradients(model: Transformer, wanted: Transformer, bound: float = 1e-5) -> None:
@@ -54,9 +57,11 @@ def check_gradients(model: Transformer, wanted: Transformer, bound: float = 1e-5
 def test_a_model_on_the_kernels_is_the_eager_one(scheme: str, norm: str, topology: str) -> None:
     options = TOPOLOGIES[topology] | EVERYWHERE | {"scheme": scheme, "norm": norm}
     eager, fused = model_of("eager", **options), model_of("triton", **options)
-    (want, rows), (got, found) = (steps_of(model, topology == "both") for model in (eager, fused))
+    (want, expected), (got, found) = (steps_of(model, topology == "both") for model in (eager, fused))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found, rows, rtol=1e-4, atol=1e-5)
+    for field, values in found._asdict().items():
+        bound = 0.0 if field == "grad_rows" else 1e-5
+        torch.testing.assert_close(values, getattr(expected, field), rtol=1e-4, atol=bound, msg=field)
     check_gradients(fused, eager, 1e-5)
 
 

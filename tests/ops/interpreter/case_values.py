@@ -57,6 +57,10 @@ def test_alpha_is_read_in_any_dtype(kind: str, alpha: torch.Tensor, dtype: torch
         check(one)
 
 
+def test_a_wide_gradient_is_scaled_after_the_kernel() -> None:
+    check(problem("residual_norm", "layernorm", (3, 16384), alpha=torch.linspace(0.5, 3.0, 16384)))
+
+
 def _rounded_alpha(one):  # type: ignore[no-untyped-def]
     one.alpha = one.alpha.float().double()  # the kernel computes in fp32
     return one

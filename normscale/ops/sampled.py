@@ -1,0 +1,92 @@
+"""Statistics of a few sampled positions: those that would cost too much of every position.
+
+The places are the same in every block and step, a grid over sequences and positions, and drawn from no generator: what
+is measured changes with the model alone. They are strided views, which no device has to wait for.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SAMPLES = 16  # positions at most, of one micro-batch
+SEQUENCES = 4  # of which they are taken: attention reads all keys of each
+
+
+class Places(NamedTuple):
+    """Sampled positions: the same ones of some sequences, and what a causal query must not look at from them.
+
+    Shape: hidden [m, T] bool.
+    """
+
+    sequences: slice
+    positions: slice
+    hidden: Tensor
+
+
+def places(batch: int, length: int, device: torch.device) -> Places:
+    """Returns at most `SAMPLES` places of a [B, T] batch, evenly spread over its sequences and over the positions."""
+    n = min(batch, SEQUENCES)
+    positions = _spread(length, min(length, SAMPLES // n))
+    every = torch.arange(length, device=device)
+    return Places(_spread(batch, n), positions, every > every[positions].unsqueeze(1))
+
+
+def _spread(of: int, n: int) -> slice:
+    """Returns n of the numbers below `of`, evenly spread, as near to the middle of n equal parts as one step allows."""
+    step = of // n
+    first = (of - 1 - (n - 1) * step + 1) // 2
+    return slice(first, first + (n - 1) * step + 1, step)
+
+
+def take(x_BTD: Tensor, at: Places) -> Tensor:
+    """Returns `x` at the places, a view.
+
+    Shape: x [B, T, ...]; result [n, m, ...].
+    """
+    return x_BTD[at.sequences, at.positions]
+
+
+def keep(samples: Tensor, row: Tensor, x_BTD: Tensor, at: Places) -> None:
+    """Writes `x` at the places into a row of `samples`, in place.
+
+    Shape: samples [R, SAMPLES, D] fp32; row [1] int64. Where there are fewer places the rest of the row is left.
+    """
+    with torch.no_grad():
+        taken = take(x_BTD.detach(), at).flatten(0, 1).unsqueeze(0)
+        samples[:, : taken.shape[1]].index_copy_(0, row, taken.to(samples.dtype))
+
+
+def turns(samples: Tensor) -> Tensor:
+    """Returns the angle between each row and the next over pi, averaged over the places: arccos of the cosine, in fp64.
+
+    In fp32 the cosine of an angle below 3e-4 would be 1. Places that hold zeros are left out.
+
+    Shape: samples [R, SAMPLES, D]; result [R - 1] fp64.
+    """
+    x = samples.double()
+    lengths = torch.linalg.vector_norm(x, dim=-1)
+    cosine = (x[:-1] * x[1:]).sum(-1) / (lengths[:-1] * lengths[1:])
+    return torch.nanmean(torch.arccos(cosine.clamp(-1, 1)), dim=-1) / torch.pi
+
+
+def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Returns the largest attention logit and the mean entropy of the attention weights (nats), of sampled queries.
+
+    All heads count. Logits are q k^T / sqrt(K) in fp32, whatever attention is computed in, where the query may look;
+    what a query must not look at has no weight. A query that is padding itself counts like the others.
+
+    Shape: q [B, H, T, K]; k [B, H, S, K]; keep broadcasts to [B, H, T, S]; result [2] fp32.
+    """
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # which would go to half precision here
+        q_nHmK = q.detach()[at.sequences, :, at.positions].float() * q.shape[-1] ** -0.5
+        scores = q_nHmK @ k.detach()[at.sequences].float().mT
+        hidden = at.hidden if causal else None
+        if keep_B11S is not None:
+            padding = ~keep_B11S[at.sequences]
+            hidden = padding if hidden is None else hidden | padding
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        logs = torch.log_softmax(scores, dim=-1)
+        entropy = (logs.exp() * logs.clamp(min=-1e4)).sum() / -(logs.numel() // logs.shape[-1])  # exp(-Inf) * -Inf is 0
+        return torch.stack([scores.amax(), entropy])

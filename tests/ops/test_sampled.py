@@ -1,0 +1,101 @@
+"""Sampled positions and what is computed of them, against plain computations over everything."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from normscale.ops.sampled import Places, attention_row, keep, places, take, turns
+
+SHAPES = [(1, 1), (1, 7), (1, 100), (2, 8), (3, 50), (5, 64), (8, 64), (9, 3), (16, 2), (40, 33), (300, 1)]
+CPU = torch.device("cpu")
+
+
+def listed(at: Places, batch: int, length: int) -> list[tuple[int, int]]:
+    """The places as (sequence, position)."""
+    return [(b, t) for b in range(batch)[at.sequences] for t in range(length)[at.positions]]
+
+
+@pytest.mark.parametrize(("batch", "length"), SHAPES)
+def test_places_are_few_and_spread_over_everything(batch: int, length: int) -> None:
+    at = places(batch, length, CPU)
+    found = listed(at, batch, length)
+    assert min(15, length * min(batch, 4)) <= len(set(found)) == len(found) <= 16
+    for of, taken in ((batch, range(batch)[at.sequences]), (length, range(length)[at.positions])):
+        assert abs(taken[0] - (of - 1 - taken[-1])) <= 1  # as far from one end as from the other
+        assert taken[0] <= taken.step
+    assert torch.equal(at.hidden.sum(-1), length - 1 - torch.arange(length)[at.positions])
+
+
+def test_a_grid_of_four_sequences_and_four_positions() -> None:
+    assert listed(places(8, 64, CPU), 8, 64) == [(b, t) for b in (1, 3, 5, 7) for t in (8, 24, 40, 56)]
+    assert len(listed(places(2, 8, CPU), 2, 8)) == 16  # all there are
+
+
+def test_what_is_taken_stands_at_the_places_and_is_kept_in_its_row() -> None:
+    x = torch.randn(8, 64, 3, requires_grad=True)
+    at = places(8, 64, CPU)
+    want = torch.stack([x[b, t] for b, t in listed(at, 8, 64)]).detach()
+    assert torch.equal(take(x, at).flatten(0, 1), want)
+    samples = torch.zeros(3, 16, 3)
+    keep(samples, torch.tensor([1]), x, at)
+    assert torch.equal(samples[1], want)
+    assert not samples[[0, 2]].any()
+    keep(samples, torch.tensor([2]), x[:1, :5].bfloat16(), places(1, 5, CPU))
+    assert torch.equal(samples[2, :5], x[0, :5].bfloat16().float())
+    assert not samples[2, 5:].any()
+
+
+def test_angles_are_those_of_the_cosine() -> None:
+    x = torch.randn(4, 16, 5)
+    want = [
+        torch.arccos(torch.cosine_similarity(a.double(), b.double(), dim=-1)).mean() / math.pi for a, b in pairwise(x)
+    ]
+    torch.testing.assert_close(turns(x), torch.stack(want))
+    x[1] = x[0] + 1e-5 * torch.randn(16, 5)
+    want = torch.arccos(torch.cosine_similarity(x[0].double(), x[1].double(), dim=-1)).mean() / math.pi
+    assert float(turns(x)[0]) == pytest.approx(float(want), rel=1e-6)  # in fp32 it would be 0 or 1e-4
+    x[:, 9:] = 0  # a batch of 9 places
+    torch.testing.assert_close(turns(x), turns(x[:, :9]))
+
+
+@pytest.mark.parametrize("batch", [2, 20])
+@pytest.mark.parametrize("masks", ["causal", "padding", "both", "none"])
+def test_attention_is_that_of_the_whole_matrix_at_the_places(masks: str, batch: int) -> None:
+    q, k = (3 * torch.randn(batch, 3, n, 4, requires_grad=True) for n in (6, 6))
+    kept = torch.rand(batch, 1, 1, 6) > 0.4
+    kept[..., 0] = True
+    seen = torch.ones(batch, 1, 6, 6, dtype=torch.bool)
+    causal = masks in ("causal", "both")
+    if causal:
+        seen = seen & torch.ones(6, 6).tril().bool()
+    if masks in ("padding", "both"):
+        seen = seen & kept
+    at = places(batch, 6, CPU)
+    given = kept if masks in ("padding", "both") else None
+    largest, entropy = attention_row(q, k, at, keep_B11S=given, causal=causal)
+    scores = (q.double() @ k.double().mT / 2).masked_fill(~seen, -math.inf)
+    weights = scores.softmax(-1)
+    whole = torch.special.entr(weights).sum(-1).detach()  # [B, H, T]
+    rows = listed(at, batch, 6)
+    assert float(largest) == pytest.approx(max(float(scores[b, :, t].detach().max()) for b, t in rows), rel=1e-5)
+    want = torch.stack([whole[b, :, t] for b, t in rows]).mean()
+    assert float(entropy) == pytest.approx(float(want), rel=1e-4)
+    assert not largest.requires_grad
+
+
+def test_large_logits_have_an_entropy_too() -> None:
+    q = torch.full((1, 1, 1, 1), 2e4)
+    k = torch.tensor([[1.0], [0.5], [1.0]])[None, None]
+    at = places(1, 1, CPU)
+    assert attention_row(q, k, at).tolist() == pytest.approx([2e4, math.log(2)], rel=1e-5)
+    assert attention_row(q, 1e36 * k, at)[0] == math.inf
+
+
+def test_autocast_does_not_round_what_is_measured() -> None:
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    at = places(1, 4, CPU)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = attention_row(q, k, at)
+    assert torch.equal(inside, attention_row(q, k, at))
