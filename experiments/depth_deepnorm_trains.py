@@ -6,7 +6,8 @@ every depth trains, in every seed; where training begins (0.2 nats below the uni
 all claims.
 
 1000 blocks can be paid for at 128 tokens a step alone. A failure there might be the batch's and not the depth's, so the
-very same protocol is the control at 6 and 12 blocks.
+very same protocol is the control at 6 and 12 blocks. A death there would have to last at a lower learning rate, which
+the gpu profile tries and the cpu profile cannot pay for: it would leave the claim undecided.
 """
 
 from normscale.claims.claim import Claim, Profile
@@ -59,7 +60,8 @@ CLAIM = Claim(
                 "deepnorm": {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 500: 3, 1000: 3},
                 "deepnorm-128": {6: 3, 12: 3, 100: 3, 1000: 3},
                 "encoder": {12: 3, 48: 3, 100: 3, 200: 3},
-            }
+            },
+            low_lr={"deepnorm": {500: 1, 1000: 1}, "deepnorm-128": {1000: 1}},
         ),
     },
     figure="gap",

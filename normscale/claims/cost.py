@@ -56,7 +56,7 @@ class Cost:
     per_sublayer: float = 0.0004
     per_value: float = 1.1e-8
     per_flop: float = 7e-12
-    source: str = "an empirical default, not measured here"
+    source: str = "the speed of another machine, as no run of 50 steps has finished on this one"
     device: Device = "cpu"
 
     def step(self, config: RunConfig) -> float:
@@ -80,8 +80,9 @@ def steps_of(config: RunConfig) -> float:
     """Returns the work of a run in training steps, its evaluations included."""
     train = config.train
     evaluations = 1 + (train.steps // train.eval_every if train.eval_every else 1)
-    updates = (1 + len(config.probes.update.steps)) * config.probes.update.sequences / train.batch
-    updates = updates if config.probes.update.steps else 0
+    probe = config.probes.update
+    measured = len(probe.steps) + (train.steps // probe.every if probe.every else 0)
+    updates = (1 + measured) * probe.sequences / train.batch if measured else 0
     return train.steps + EVALUATION * (evaluations * train.eval_batches + updates)
 
 

@@ -10,7 +10,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Trains:
-    """The arm trains at these depths, in every seed. `at_least` means every depth of the grid from there on."""
+    """The arm trains at these depths, in every seed. `at_least` means every depth of the grid from there on.
+
+    A death refutes it only when it lasts at a 3x lower learning rate, as `Dies` has it; else nothing is decided.
+    """
 
     arm: str
     at: tuple[int, ...] = ()

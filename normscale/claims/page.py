@@ -27,7 +27,8 @@ h3{font-size:1.05rem;margin:1.6rem 0 .4rem} p{margin:.5rem 0} .quiet{color:#666}
 table{border-collapse:collapse;width:100%;font-size:.9rem;margin:.4rem 0} th{text-align:left;font-weight:600}
 th,td{padding:.3rem .6rem;border-bottom:1px solid #e4e4e4;vertical-align:top} td.n{white-space:nowrap;text-align:right}
 th.n{text-align:right} .badge{border-radius:4px;padding:.1rem .5rem;color:#fff;font-size:.8rem;white-space:nowrap}
-.supported{background:#1a7f37}.refuted{background:#b42318}.inconclusive{background:#9a6700}.not-run{background:#6e7781}
+.supported{background:#1a7f37}.refuted{background:#b42318}.inconclusive{background:#9a6700}
+.not-run,.smoke{background:#6e7781}
 .trained{color:#1a7f37}.stuck,.diverged{color:#b42318}.undecided{color:#9a6700}.missing{color:#6e7781}
 .expected td:last-child{width:45%} .wide{overflow-x:auto}
 code,pre{background:#f4f4f4;border-radius:4px;padding:.1rem .3rem;font-size:.9em}
@@ -38,7 +39,7 @@ summary{cursor:pointer;margin:1rem 0 .4rem;font-weight:600}
 def page(claims: Sequence["Reported"], date: str) -> str:
     """Returns the report as one self-contained HTML page without scripts."""
     rows = [
-        [f'<a href="#{escape(r.claim.id)}">{escape(r.claim.id)}</a>', escape(r.claim.says), _badge(r.judgement.verdict)]
+        [f'<a href="#{escape(r.claim.id)}">{escape(r.claim.id)}</a>', escape(r.claim.says), _badge(r.word)]
         for r in claims
     ]
     body = [
@@ -46,7 +47,7 @@ def page(claims: Sequence["Reported"], date: str) -> str:
         f'<p class="quiet">normscale, {escape(date)}</p>',
         f"<p>Each claim below is a statement of a paper or an article. {WRITTEN_BEFORE} The verdict is what the "
         "numbers say. <em>Inconclusive</em> means that the runs cannot tell, "
-        "<em>not run</em> that there are none (or only a smoke test).</p>",
+        "<em>not run</em> that there are none, <em>smoke</em> that they only show that the code runs.</p>",
         _table(["claim", "what it says", "verdict"], rows),
         *[_section(reported) for reported in claims],
         _reading(),
@@ -64,10 +65,10 @@ def markdown(claims: Sequence["Reported"], date: str) -> str:
     lines = ["# Claims", "", date, "", WRITTEN_BEFORE, "", "| claim | verdict | in numbers |", "|---|---|---|"]
     for r in claims:
         told = r.judgement.headline.split(" - ", 1)[-1]
-        lines.append(f"| [{r.claim.id}](#{r.claim.id}) | **{r.judgement.verdict}** | {_bar(told)} |")
+        lines.append(f"| [{r.claim.id}](#{r.claim.id}) | **{r.word}** | {_bar(told)} |")
     for r in claims:
         lines += ["", f"## {r.claim.id}", "", r.claim.says, "", f"Source: {r.claim.source}.", ""]
-        lines += [f"**{r.judgement.verdict.upper()}** - {r.judgement.headline.split(' - ', 1)[-1]}", ""]
+        lines += [f"**{r.word.upper()}** - {r.judgement.headline.split(' - ', 1)[-1]}", ""]
         if r.figure:
             lines += [f"![{r.claim.id}]({r.figure.name})", ""]
         lines += [f"How: {r.claim.how}", "", "| expected before the runs | verdict | runs |", "|---|---|---|"]
@@ -85,7 +86,7 @@ def _section(reported: "Reported") -> str:
     parts = [
         f'<h2 id="{escape(claim.id)}">{escape(claim.says)}</h2>',
         f'<p class="quiet">{escape(claim.id)}. Source: {escape(claim.source)}. {escape(profile)}</p>',
-        f"<p>{_badge(judgement.verdict)} {escape(judgement.headline.split(' - ', 1)[-1])}</p>",
+        f"<p>{_badge(reported.word)} {escape(judgement.headline.split(' - ', 1)[-1])}</p>",
     ]
     if reported.figure:
         data = base64.b64encode(reported.figure.read_bytes()).decode("ascii")

@@ -44,6 +44,11 @@ class Reported:
         return f"make claim CLAIM={self.claim.id} PROFILE={self.profile or 'cpu'}"
 
     @property
+    def word(self) -> str:
+        """Returns the verdict, or "smoke" for runs that only show that the code runs."""
+        return "smoke" if self.profile == "smoke" else self.judgement.verdict
+
+    @property
     def done(self) -> int:
         return sum(result.record is not None and result.record.finished for result in self.results)
 
@@ -79,7 +84,11 @@ class Written:
 
     def __str__(self) -> str:
         """Returns the verdicts as a table for a terminal, and where the page is."""
-        return f"{table(self.claims)}\n\nreport   {self.page}"
+        return self.said([reported.claim.id for reported in self.claims])
+
+    def said(self, ids: Sequence[str]) -> str:
+        """Returns the same for some of the claims."""
+        return f"{table([reported for reported in self.claims if reported.claim.id in ids])}\n\nreport   {self.page}"
 
 
 def write_report(
@@ -157,7 +166,7 @@ def table(claims: Sequence[Reported], width: int | None = None) -> str:
     first = max([len(reported.claim.id) for reported in claims] + [5]) + 2
     lines = [f"{'claim':{first}}{'verdict':14}in numbers"]
     for reported in claims:
-        verdict, text = reported.judgement.verdict, reported.judgement.headline.split(" - ", 1)[-1]
+        verdict, text = reported.word, reported.judgement.headline.split(" - ", 1)[-1]
         wrapped = textwrap.wrap(text, max(20, width - first - 14)) or [""]
         lines.append(f"{reported.claim.id:{first}}{verdict.upper():14}{wrapped[0]}")
         lines += [" " * (first + 14) + line for line in wrapped[1:]]

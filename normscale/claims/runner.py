@@ -7,7 +7,6 @@ waited for by the other.
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from normscale.config.load import revise
 from normscale.config.schema import RunConfig, TrackingConfig
 from normscale.errors import BadInput
 from normscale.progress import duration
-from normscale.tracking.sink_process import LOG, finish_sink, links, start_sink, ui_words
+from normscale.tracking.sink_process import Sink, links, ui_words
 
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
@@ -55,7 +54,7 @@ def run_claims(
     """Runs, judges and reports claims (`core`: all core claims); returns 0 when every run has a result, else 1.
 
     What the results say does not change the code: a refuted claim is a success. The report also shows the other
-    claims of the checkout, from what is stored of them.
+    claims of the checkout, from what is stored of them, but a smoke report does not.
 
     Raises:
         BadInput: a claim, a folder or the tracking address cannot be used; no run was started.
@@ -69,7 +68,8 @@ def run_claims(
     configs = [
         (claim, [(cell, run_config(claim, cell, str(runs), uri)) for cell in claim.cells(profile)]) for claim in claims
     ]
-    reports = reports / "smoke" if profile == "smoke" else reports  # reports/latest keeps its verdicts
+    if profile == "smoke":  # reports/latest keeps its verdicts
+        reports, listed = reports / "smoke", claims
     writable(reports)
     print(f"{', '.join(claim.id for claim in claims)}: profile {profile}", flush=True)
     with _devices(profile), _sigterm():
@@ -79,7 +79,8 @@ def run_claims(
             for plan in plans:
                 _note(plan, profile, runs, written)
         lost = [job for job in jobs if job.outcome != "done"]
-        print(f"\n{written}")
+        asked = [claim.id for claim in claims]
+        print(f"\n{written.said(asked)}")
         for line in sink.links(claims, profile):
             print(line)
     for job in lost:
@@ -137,7 +138,7 @@ def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | N
     wall = time_left(jobs, workers)
     # A GPU is taken for as long as any of its workers trains.
     total = hours(seconds if cost.device == "cpu" else wall, cost.device)
-    lines = [f"{head}about {duration(wall)} on {workers} workers, {total} (by {cost.source})"]
+    lines = [f"{head}about {duration(wall)} with {workers} at a time, {total} (estimated by {cost.source})"]
     width = max(len(plan.claim.id) for plan in plans)
     for plan in plans:
         own = [job for job in jobs if job.run_id in plan.configs]
@@ -250,31 +251,31 @@ class _Sink:
 
     def __init__(self, runs: Path, uri: str | None) -> None:
         self.runs, self.uri = runs, uri
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Sink | None = None
 
     def __enter__(self) -> "_Sink":
         if self.uri is not None:
-            self.process = start_sink(self.runs, self.uri)
+            self.process = Sink(self.runs, self.uri)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.process is None:
             return
         if kind is not None:  # interrupted: the next start, or `normscale sync`, brings MLflow up to date
-            self.process.terminate()
-            self.process.wait()
-        elif finish_sink(self.process, SYNC_S) != 0:
-            print(f"normscale: MLflow is not up to date (see {self.runs / LOG}); run normscale sync", file=sys.stderr)
+            self.process.end()
+        elif problem := self.process.finish(SYNC_S):
+            print(f"normscale: {problem}", file=sys.stderr)
 
     def links(self, claims: Sequence[Claim], profile: ProfileName) -> list[str]:
         """Returns the lines that lead to the claims in the MLflow UI."""
         if self.uri is None:
             return []
         found = [line for claim in claims for line in links(self.runs, self.uri, claim.id, profile)]
-        opens = "`make ui` (or `normscale ui`) opens these"
-        if self.uri != TrackingConfig().uri:
-            opens = f"MLflow: {ui_words(self.uri)}"
-        return ["", *found, opens] if found else []
+        served = ui_words(self.uri, TrackingConfig().uri)
+        how = f"`{served}` serves them; Ctrl-C there stops it"
+        if served.startswith("http"):
+            how = f"MLflow: {served}"
+        return ["", *found, how] if found else []
 
 
 @contextmanager

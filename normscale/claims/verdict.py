@@ -67,10 +67,8 @@ def judge(claim: Claim, profile: ProfileName, results: Sequence[Result]) -> Judg
     measured = tuple(number for kind in (slopes, layers, training) for number in kind.measure(claim, results))
     done = sum(result.record is not None and result.record.finished for result in results)
     if profile == "smoke":
-        ran = f"{done} of {len(results)} runs ended"
-        return Judgement(
-            "not run", f"NOT RUN - a smoke run shows that the code runs and judges nothing ({ran})", measured
-        )
+        ran = f"{done}" if done == len(results) else f"{done} of {len(results)}"
+        return Judgement("not run", f"SMOKE - {ran} runs ended; smoke gives no verdict", measured)
     if not done:
         return Judgement("not run", f"NOT RUN - none of the {len(results)} runs has ended")
     control = tuple(_judge_part(claim, expectation, results) for expectation in claim.control)

@@ -96,6 +96,15 @@ def test_depths_to_a_thousand_are_on_one_axis(tmp_path: Path, drawn: list[Figure
     assert losses[-1].get_title() == "1000 blocks"
     small = next(line for line in axes.get_lines() if line.get_label() == "DeepNorm, 128 tokens a step")
     assert small.get_linestyle() == "--"  # the same scheme under another protocol
+    legend = axes.get_legend()
+    assert legend is not None
+    arms = [line for line in legend.get_lines() if line.get_label() in claim.labels.values()]
+    assert len(arms) == 3
+    assert len({(line.get_color(), line._unscaled_dash_pattern) for line in arms}) == 3  # type: ignore[attr-defined]
+    assert len({(line.get_color(), line.get_fillstyle()) for line in arms}) == 3
+    drawn_as = {line.get_label(): line for line in axes.get_lines()}
+    for line in arms:  # the legend shows what is drawn
+        assert line._unscaled_dash_pattern == drawn_as[line.get_label()]._unscaled_dash_pattern  # type: ignore[attr-defined]
 
 
 def test_two_depths_too_near_for_both_labels_share_one() -> None:

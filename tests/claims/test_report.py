@@ -182,6 +182,23 @@ def test_the_terminal_table_fits(tmp_path: Path) -> None:
     assert any(line.split()[:3] == ["depth-postnorm-dies", "NOT", "RUN"] for line in lines)
 
 
+def test_a_smoke_run_says_that_it_ran_and_gives_no_verdict(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    store(runs, depth_claim(), as_expected, "smoke")
+    store(runs, UPDATE, by_slope(SLOPES))
+    asked: Any = {"dies": "smoke"}
+    written = write_report(runs, [depth_claim(), UPDATE], asked, tmp_path / "reports")
+    count = len(depth_claim().cells("smoke"))
+    said = written.said(["dies"])
+    assert said.splitlines()[1].split() == f"dies SMOKE {count} runs ended; smoke gives no verdict".split()
+    assert "NOT RUN" not in said
+    assert "update-bounded" not in said
+    assert "update-bounded" in str(written)
+    text = (written.folder / "report.md").read_text()
+    assert f"| [dies](#dies) | **smoke** | {count} runs ended; smoke gives no verdict |" in text
+    assert written.claims[0].numbers()["verdict"] == "not run"
+
+
 def test_a_reports_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "reports").write_text("a file")
     for act in (writable, lambda folder: write_report(tmp_path / "runs", [depth_claim()], reports=folder)):

@@ -14,6 +14,7 @@ from normscale.errors import BadInput
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.reader import read_run
 
+ROOT = Path(__file__).parents[2]
 TINY = """
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Slope, Trains
@@ -70,7 +71,8 @@ def test_claims_are_run_judged_and_reported_and_a_second_start_does_nothing(
     assert run("two", workers=2) == 0
     said = capsys.readouterr().out
     assert "1 runs to do, 1 done already" in said
-    assert "one " in said  # the other claim stays in the report
+    assert "\none " not in said  # nobody asked for it now, but the report keeps it
+    assert "one" in (checkout / "reports" / "latest" / "report.md").read_text()
     assert read_run(checkout / "runs" / lost).series["loss_val"].values == before  # bit for bit, on another worker
 
     monkeypatch.setattr(runner.Pool, "run", lambda *_: pytest.fail("everything is done"))
@@ -131,8 +133,12 @@ def test_bad_input_starts_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("sqlite:///mlflow.db", ["", "link", "`make ui` (or `normscale ui`) opens these"]),
-        ("sqlite:///other.db", ["", "link", "MLflow: normscale ui --uri sqlite:///other.db"]),
+        ("sqlite:///mlflow.db", ["", "link", "`make ui` serves them; Ctrl-C there stops it"]),
+        (
+            "sqlite:///other.db",
+            ["", "link", '`make ui ARGS="--uri sqlite:///other.db"` serves them; Ctrl-C there stops it'],
+        ),
+        ("http://h:5000", ["", "link", "MLflow: http://h:5000"]),
         (None, []),
     ],
 )
@@ -141,6 +147,7 @@ def test_the_last_line_names_the_command_that_opens_the_store(
 ) -> None:
     monkeypatch.setattr(runner, "links", lambda *_: ["link"])
     claim = next(claim for claim in runner.list_claims() if claim.id == "update-bounded")
+    monkeypatch.chdir(ROOT)
     assert runner._Sink(Path("runs"), uri).links([claim], "cpu") == says
 
 
@@ -161,7 +168,7 @@ def test_the_cost_is_said_in_all_and_for_each_claim_before_anything_starts(
     runs, price = lines[:4], lines[4:-1]
     assert [line.split(":")[0] for line in runs] == ["one", "one", "two", "two"]
     assert price[0].startswith("3 runs to do, 0 done already; about 0:0")  # one is shared
-    assert price[0].endswith("core-hours (by an empirical default, not measured here)")
+    assert "core-hours (estimated by the speed of another machine, as no run of 50 steps" in price[0]
     assert [line.split()[:4] for line in price[1:3]] == [["one", "2", "of", "2"], ["two", "2", "of", "2"]]
     assert "counted once" in price[3]
     assert lines[-1] == "4 runs in profile cpu; nothing was started"
@@ -173,5 +180,5 @@ def test_a_gpu_that_nothing_ran_on_has_no_price(checkout: Path) -> None:
     job = runner.Job("a", "a", runner.RunConfig())
     assert "not known" in runner._price([plan], [job], 0, None, 1)[0]
     known = runner._price([plan], [job], 0, runner.Cost(device="cuda", source="x"), 1)
-    assert known[0].endswith("GPU-hours (by x)")
+    assert known[0].endswith("GPU-hours (estimated by x)")
     assert runner._price([plan], [], 7, None, 1) == ["all 7 runs are done already"]

@@ -101,6 +101,33 @@ def test_a_death_that_was_not_tried_at_a_lower_rate_is_none() -> None:
     assert "not tried at a 3x lower learning rate" in judgement.headline
 
 
+@pytest.mark.parametrize(
+    ("low", "verdict", "says"),
+    [
+        (STUCK, "refuted", "at 48 blocks, at a 3x lower learning rate too"),
+        (record(0.3, outcome="nan"), "refuted", "lower learning rate too"),
+        (TRAINED, "inconclusive", "but not at a 3x lower learning rate"),
+        (UNDECIDED, "inconclusive", "but not at a 3x lower learning rate"),
+        ("not there", "inconclusive", "where no lower learning rate was tried"),
+    ],
+)
+def test_what_should_train_is_refuted_by_a_death_that_lasts(low: Any, verdict: str, says: str) -> None:
+    lower = {} if low == "not there" else {"deepnorm": {48: 1}}
+    claim = depth_claim(
+        profiles={"cpu": Profile({"post": {2: 1}, "deepnorm": {24: 1, 48: 1}}, lower)},
+        expect=(Trains("deepnorm", at_least=24),),
+    )
+
+    def make(cell: Cell) -> RunRecord | None:
+        if cell.arm != "deepnorm" or cell.depth != 48:
+            return TRAINED
+        return low if cell.role == "low-lr" else STUCK
+
+    judgement = judge(claim, "cpu", results(claim, "cpu", make))
+    assert judgement.verdict == verdict
+    assert says in judgement.headline
+
+
 @pytest.mark.parametrize("made", [STUCK, UNDECIDED, None, record(0.9, outcome="nan")])
 def test_a_failed_control_makes_everything_inconclusive(made: RunRecord | None) -> None:
     judgement = verdict_of(but(lambda cell: cell.role == "control" and cell.seed == 1, made))
@@ -118,9 +145,9 @@ def test_a_failed_control_also_takes_back_a_refutation() -> None:
 def test_where_nothing_trains_the_protocol_is_to_blame_for_the_deaths() -> None:
     judgement = verdict_of(but(lambda cell: cell.arm == "deepnorm" and cell.depth == 48, STUCK))
     dies, trains = judgement.parts
-    assert (dies.verdict, trains.verdict) == ("inconclusive", "refuted")
-    assert judgement.verdict == "refuted"
-    assert "DeepNorm is stuck (gap 0.01 nats) at 48 blocks; inconclusive: at 48 blocks no other" in judgement.headline
+    assert (dies.verdict, trains.verdict) == ("inconclusive", "inconclusive")
+    assert judgement.verdict == "inconclusive"
+    assert "DeepNorm is stuck (gap 0.01 nats) at 48 blocks, where no lower" in judgement.headline
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,14 @@ def test_a_failure_at_a_thousand_blocks_is_the_depths_only_if_the_small_steps_tr
         small = by_theory(claim)
         return lambda cell: record(0.01) if cell.arm == "deepnorm-128" and cell.depth in stuck else small(cell)
 
-    for stuck, verdict in (({1000}, "refuted"), ({12, 1000}, "inconclusive"), (set(), "supported")):
-        assert judge(claim, "cpu", results(claim, "cpu", make(stuck))).verdict == verdict
+    cases = (
+        ("gpu", {1000}, "refuted"),
+        ("gpu", {12, 1000}, "inconclusive"),
+        ("cpu", {1000}, "inconclusive"),  # which has no run at a lower learning rate there
+        ("cpu", set(), "supported"),
+    )
+    for profile, stuck, verdict in cases:
+        assert judge(claim, profile, results(claim, profile, make(stuck))).verdict == verdict
 
 
 def test_a_prenorm_model_that_dies_unchecked_leaves_the_limit_open() -> None:
@@ -174,6 +180,7 @@ def test_smoke_runs_of_all_claims_end_and_judge_nothing(tmp_path: Path, capsys: 
     assert code == 0, said.err
     for claim in CLAIMS:
         assert f"{claim}" in said.out
-    assert said.out.count("NOT RUN") == len(CLAIMS)
+    assert said.out.count("runs ended; smoke gives no") == len(CLAIMS)  # the line may break after it
+    assert "NOT RUN" not in said.out
     assert (tmp_path / "reports" / "smoke" / "latest" / "report.html").exists()
     assert not (tmp_path / "reports" / "latest").exists()  # a smoke run must not take the place of verdicts

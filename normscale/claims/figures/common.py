@@ -16,6 +16,8 @@ GREY = "#555555"
 MARKS = {"trained": "o", "stuck": "X", "diverged": "v", "undecided": "D"}
 SHOWN_FROM = -0.5  # gaps below this are drawn at the lower edge
 DPI = 130
+DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (8, 2, 1, 2, 1, 2)), ":")
+FILLS: tuple[Any, ...] = ("full", "none", "left", "bottom", "right")  # "none" is a word of matplotlib's
 
 
 def new(width: float, height: float) -> "Figure":
@@ -34,10 +36,20 @@ def colour(claim: Claim, arm: str) -> str:
     return COLOURS.get(kind) or OTHERS[list(dict.fromkeys(others)).index(kind) % len(OTHERS)]
 
 
-def variant(claim: Claim, arm: str) -> bool:
-    """Returns whether an earlier arm has the same colour; it is then drawn dashed."""
+def variant(claim: Claim, arm: str) -> int:
+    """Returns how many earlier arms have the same colour: each has dashes and marks of its own."""
     arms = list(claim.arms)
-    return any(_kind(claim, other) == _kind(claim, arm) for other in arms[: arms.index(arm)])
+    return sum(_kind(claim, other) == _kind(claim, arm) for other in arms[: arms.index(arm)])
+
+
+def dashes(number: int) -> Any:
+    """Returns the line style of a variant."""
+    return DASHES[number % len(DASHES)]
+
+
+def fill(number: int) -> str:
+    """Returns how much of a mark of a variant is filled: what became of a run is the mark's shape."""
+    return str(FILLS[number % len(FILLS)])
 
 
 def depth_axis(axes: "Axes", depths: Sequence[int]) -> None:

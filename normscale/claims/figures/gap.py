@@ -9,7 +9,9 @@ from normscale.claims.figures.common import (
     MARKS,
     SHOWN_FROM,
     colour,
+    dashes,
     depth_axis,
+    fill,
     mark_handles,
     new,
     shown,
@@ -29,6 +31,8 @@ PANELS = 4  # depths whose losses are shown
 
 def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     """Gap to the unigram entropy over depth, and the losses behind it at some depths."""
+    from matplotlib.lines import Line2D
+
     main = [result for result in results if result.cell.role in MAIN and result.state.gap is not None]
     if not main:
         return None
@@ -44,29 +48,36 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     axes.axhline(TRAINED_NATS, color=GREY, lw=0.8, ls=":")
     axes.text(0.005, TRAINED_NATS + 0.01, "trained from here up", transform=_mixed(axes), color=GREY, fontsize=9)
     axes.text(0.005, SHOWN_FROM + 0.02, "stuck or diverged", transform=_mixed(axes), color=GREY, fontsize=9)
+    handles: list[Any] = []
     for number, arm in enumerate(claim.arms):
         own = [result for result in main if result.cell.arm == arm]
         if not own:
             continue
-        ink, dashes = colour(claim, arm), "--" if variant(claim, arm) else "-"
+        ink, own_number = colour(claim, arm), variant(claim, arm)
         at = sorted({result.cell.depth for result in own})
         middle = [mean([shown(r.state.gap) for r in own if r.cell.depth == depth]).value for depth in at]
-        axes.plot(at, middle, dashes, color=ink, lw=1.8, label=claim.labels[arm])
+        line = {"ls": dashes(own_number), "color": ink, "lw": 1.8, "label": claim.labels[arm]}
+        axes.plot(at, middle, **line)
+        handles.append(Line2D([], [], marker="o", ms=6.5, **line, **_filled(ink, own_number)))
         for result in own:
             x = result.cell.depth * 1.025 ** (number - (len(claim.arms) - 1) / 2)
-            filled = "none" if variant(claim, arm) else ink
             mark = MARKS.get(result.state.label, "o")
-            axes.plot(x, shown(result.state.gap), mark, ms=6.5, mfc=filled, mec=ink, mew=1.2)
+            axes.plot(x, shown(result.state.gap), mark, ms=6.5, **_filled(ink, own_number))
     depth_axis(axes, depths)
     axes.set_ylim(SHOWN_FROM, top)
     axes.set_ylabel("unigram entropy minus held-out loss (nats)")
     axes.set_title("How much more than byte frequencies was learnt, by depth", loc="left", fontsize=12)
-    handles = [*axes.get_legend_handles_labels()[0], *mark_handles(main)]
+    handles += mark_handles(main)
     axes.legend(handles=handles, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     first: Any = None
     for column, depth in enumerate(below):
         first = _losses(figure.add_subplot(grid[1, column], sharey=first), claim, main, depth, column == 0) or first
     return figure
+
+
+def _filled(ink: str, number: int) -> dict[str, Any]:
+    """Returns the marks of a variant, in matplotlib's words."""
+    return {"fillstyle": fill(number), "mfc": ink, "mfcalt": "white", "mec": ink, "mew": 1.2}
 
 
 def _losses_shown(main: Sequence[Result], depths: Sequence[int]) -> list[int]:
@@ -82,8 +93,8 @@ def _losses(axes: "Axes", claim: Claim, results: Sequence[Result], depth: int, l
         if result.cell.depth != depth or result.record is None or "loss_train" not in result.record.series:
             continue
         series, arm = result.record.series["loss_train"], result.cell.arm
-        style = "--" if variant(claim, arm) else "-"
-        axes.plot(series.steps, series.values, style, color=colour(claim, arm), lw=1.1, alpha=0.75)
+        style: Any = {"ls": dashes(variant(claim, arm)), "color": colour(claim, arm)}
+        axes.plot(series.steps, series.values, lw=1.1, alpha=0.75, **style)
         axes.axhline(result.record.start["data"]["unigram_nats"], color=GREY, lw=0.8)
     axes.set_ylim(1.8, 6.2)
     axes.set_title(f"{depth} blocks", fontsize=10)

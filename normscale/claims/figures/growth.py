@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normscale.claims.claim import Claim
-from normscale.claims.figures.common import GREY, colour, log_scale, new, plain, variant
+from normscale.claims.figures.common import GREY, colour, dashes, log_scale, new, plain, variant
 from normscale.claims.results import MAIN, Result
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
 
 def _lines(axes: "Axes", claim: Claim, arm: str, runs: Sequence[Result], name: str) -> list[Any]:
     """Draws the mean over seeds and the seeds' range as a band; for the stream its start as well, dotted."""
-    ink, dashes = colour(claim, arm), "--" if variant(claim, arm) else "-"
+    ink, own = colour(claim, arm), dashes(variant(claim, arm))
     drawn: list[Any] = []
-    for when, style in (("last", dashes), ("first", ":")):
+    for when, style in (("last", own), ("first", ":")):
         if when == "first" and name != "stream_rms":
             continue
         arrays = [array for run in runs if (array := run.layers(name, when)) is not None]
@@ -75,7 +75,7 @@ def _lines(axes: "Axes", claim: Claim, arm: str, runs: Sequence[Result], name: s
         x, table = _measured(np.stack(arrays))
         few = "o" if name == "removal" else ""  # some of the blocks alone
         width = 1.8 if when == "last" else 1.2
-        drawn += axes.plot(x, table.mean(axis=0), style, marker=few, ms=3.5, color=ink, lw=width)
+        drawn += axes.plot(x, table.mean(axis=0), ls=style, marker=few, ms=3.5, color=ink, lw=width)
         axes.fill_between(x, table.min(axis=0), table.max(axis=0), color=ink, alpha=0.15, lw=0)
     return drawn
 

@@ -12,6 +12,7 @@ from normscale.claims.figures.common import (
     MARKS,
     SHOWN_FROM,
     colour,
+    dashes,
     depth_axis,
     log_scale,
     mark_handles,
@@ -101,7 +102,7 @@ def _kind(claim: Claim, arm: str) -> tuple[str, str]:
 
 def _panel(axes: "Axes", claim: Claim, results: Sequence[Result], title: str, lines: Sequence[Slope]) -> None:
     depths: set[int] = set()
-    inks: set[str] = set()
+    inks: list[str] = []
     for line in lines:
         own = values_of(line, results)
         # An update over the learning rate: in the linear regime arms with different rates have that in common.
@@ -111,8 +112,8 @@ def _panel(axes: "Axes", claim: Claim, results: Sequence[Result], title: str, li
             continue
         depths |= {depth for depth, _ in points}
         fitted, ink = fit(points_of(line, results)), colour(claim, line.arm)
-        dashes = "--" if ink in inks else "-"  # a variant of an arm of the same scheme
-        inks.add(ink)
+        style: Any = dashes(inks.count(ink))  # a variant of an arm of the same scheme
+        inks.append(ink)
         label = claim.labels[line.arm]
         for optimizer in OPTIMIZERS.values():
             label = label.removesuffix(f" ({optimizer})")
@@ -121,7 +122,7 @@ def _panel(axes: "Axes", claim: Claim, results: Sequence[Result], title: str, li
             if slope.lo is not None and slope.hi is not None:
                 label += f": slope {slope.value:.2f} (95 % {slope.lo:.2f}..{slope.hi:.2f})"
             ends = np.array([min(d for d, _ in points), max(d for d, _ in points)], dtype=float)
-            axes.plot(ends, [fitted.at(x) / rate for x in ends], dashes, color=ink, lw=1.8, label=label)
+            axes.plot(ends, [fitted.at(x) / rate for x in ends], ls=style, color=ink, lw=1.8, label=label)
         x, y = zip(*points, strict=True)
         axes.plot(x, y, "o", ms=5.5, mfc="none", mec=ink, mew=1.3, label=None if fitted else label)
     log_scale(axes)

@@ -35,9 +35,22 @@ def judge_trains(claim: Claim, expectation: Trains, results: Sequence[Result]) -
         at = listed(found)
         return Part(says, "supported", f"{label} trains at {at} blocks (gap at least {smallest:.2f} nats)", detail)
     dead = [result for result in bad if result.state.dead]
-    first = (dead or bad)[0]
-    brief = f"{label} {_fate(first)} at {first.cell.depth} blocks"
-    return Part(says, "refuted" if dead else _unknown(runs), brief, detail)
+    if not dead:
+        return Part(says, _unknown(runs), f"{label} {_fate(bad[0])} at {bad[0].cell.depth} blocks", detail)
+    verdict, first, how = _lasting(expectation.arm, dead, results)
+    return Part(says, verdict, f"{label} {_fate(first)} at {first.cell.depth} blocks{how}", detail)
+
+
+def _lasting(arm: str, dead: list[Result], results: Sequence[Result]) -> tuple[Verdict, Result, str]:
+    """Returns whether one of these deaths lasts at a lower learning rate and so refutes, with that run and a remark."""
+    lower = by_depth(results, arm, (), 0, roles=("low-lr",))
+    for result in dead:
+        low = lower.get(result.cell.depth, [])
+        if low and all(other.state.dead for other in low):
+            return "refuted", result, ", at a 3x lower learning rate too"
+    tried = dead[0].cell.depth in lower
+    how = ", but not at a 3x lower learning rate" if tried else ", where no lower learning rate was tried"
+    return "inconclusive", dead[0], how
 
 
 def judge_dies(claim: Claim, expectation: Dies, results: Sequence[Result]) -> Part:
