@@ -56,6 +56,10 @@ class RunFailed(NormscaleError):
     """A run or a worker ended without a result."""
 
 
+class ReplayRefused(NormscaleError):
+    """A step that was not finite cannot be run again under hooks; where it went wrong is told by other signs."""
+
+
 class NonFiniteStop(NormscaleError):
     """Training stopped because a loss or a gradient was not finite."""
 

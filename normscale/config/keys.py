@@ -68,6 +68,26 @@ def choices(key: str) -> list[str]:
     return field.schema.get("enum", []) if field else []
 
 
+def example(key: str, inside: bool = False) -> str:
+    """Returns a value that a known key takes, as YAML writes it; "" where the words of `expected` are one already."""
+    field = _fields()[key]
+    if field is None:
+        return ""
+    if inside or field.default in (None, (), "", {}):
+        return _example(field.schema, inside)
+    given = field.default
+    kinds = [kind for kind in (bool, str, dict) if isinstance(given, kind)]
+    return "" if kinds else str([*given] if isinstance(given, tuple) else given)
+
+
+def _example(schema: dict[str, Any], inside: bool) -> str:
+    kind = next((each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"), schema)
+    if kind.get("type") == "array":
+        item = _example(kind["prefixItems"][0] if "prefixItems" in kind else kind["items"], False)
+        return item if inside or not item else f"[{item}]"
+    return {"integer": "8", "number": "0.5"}.get(kind.get("type", ""), "") if "enum" not in kind else ""
+
+
 def children(section: str) -> list[str]:
     """Returns the names directly inside a section ("" is the whole configuration)."""
     prefix = f"{section}." if section else ""

@@ -242,7 +242,8 @@ def _reading(sources: Sources, thing: str, place: Callable[[int], str] | None = 
         if isinstance(error, RecursionError):
             problem = "nested too deeply"
         elif keys.is_key(key) and "incompatible container" in problem:
-            problem = f"not {keys.expected(key)}"
+            given = keys.example(key)
+            problem = f"not {keys.expected(key)}" + (f"; give e.g. {given}" if given else "")
         elif "\\t" in problem:
             problem += "; indent with spaces, not tabs"
         where = "" if mark else sources.where(key)
@@ -293,6 +294,8 @@ def _mistake(error: Mapping[str, Any], sources: Sources) -> str:
     mend = nearest(value, keys.choices(key)) if isinstance(value, str) else ""
     if "line of text" in wanted and not isinstance(value, str | None):
         mend = "; put it in quotes"
+    given = keys.example(key, inside=element)
+    mend = mend or (f"; give e.g. {given}" if given else "")
     return f"{shown}: {_shown(value)} is not {wanted}{mend}{sources.where(shown)}"
 
 

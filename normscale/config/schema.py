@@ -242,6 +242,9 @@ class TrainConfig(Section):
     eval_every: Annotated[CountOrZero, says("steps between held-out losses; 0: at the start and the end only")] = 0
     eval_batches: Annotated[Count, says("held-out batches of one evaluation")] = 8
     on_nonfinite: Annotated[Literal["skip", "stop"], says("at a loss or gradient that is not finite")] = "stop"
+    stop_after: Annotated[
+        Count | None, says("with on_nonfinite=skip: the run ends after so many such steps in a row; null: never")
+    ] = None
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -258,6 +261,8 @@ class TrainConfig(Section):
             raise conflict(
                 f"{self.accumulate} does not divide train.batch={self.batch}", "train.accumulate", "train.batch"
             )
+        if self.stop_after is not None and self.on_nonfinite == "stop":
+            raise unused("train.stop_after", self.stop_after, "train.on_nonfinite=stop", "train.on_nonfinite=skip")
         return self
 
 
@@ -332,9 +337,10 @@ class PrecisionConfig(Section):
 
 
 class UpdateProbeConfig(Section):
-    """The model-update probe: steps at which F(x, theta_t) - F(x, theta_0) is measured; empty turns it off."""
+    """The model-update probe: where F(x, theta_t) - F(x, theta_0) is measured; no steps and no interval: nowhere."""
 
     steps: Annotated[tuple[Count, ...], says("where the model update is measured, rising; []: nowhere")] = ()
+    every: Annotated[CountOrZero, says("steps between model updates, and one at the last; 0: at steps alone")] = 0
     sequences: Annotated[Count, says("sequences of the fixed batch it is measured on")] = 4
 
     @model_validator(mode="after")
@@ -342,9 +348,32 @@ class UpdateProbeConfig(Section):
         for before, after in zip(self.steps, self.steps[1:], strict=False):
             if after <= before:
                 raise conflict(f"{after} comes after {before}; steps must rise", "probes.update.steps")
-        if not self.steps and self.sequences != 4:
+        if not self.steps and not self.every and self.sequences != 4:
             raise unused("probes.update.sequences", self.sequences, "probes.update.steps=[]", "probes.update.steps")
         return self
+
+
+class EpsilonProbeConfig(Section):
+    """What epsilon does in every norm, and Adam's in every sublayer; it costs a forward pass over one batch."""
+
+    every: Annotated[CountOrZero, says("steps between measurements, and one at the last; 0: never")] = 0
+    rows: Annotated[Count, says("rows of each norm's input that are looked at, in fp64")] = 64
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "EpsilonProbeConfig":
+        if not self.every and self.rows != 64:
+            raise unused("probes.epsilon.rows", self.rows, "probes.epsilon.every=0", "probes.epsilon.every")
+        return self
+
+
+Several = Annotated[Whole, Field(ge=2, le=10**6)]
+
+
+class SpikesConfig(Section):
+    """What counts as a spike of the loss and of the gradient norm."""
+
+    sigmas: Annotated[Positive, says("standard deviations from the mean of the steps before")] = 6.0
+    window: Annotated[Several, says("steps before that mean and deviation are taken over")] = 128
 
 
 class ProbesConfig(Section):
@@ -352,10 +381,20 @@ class ProbesConfig(Section):
 
     every: Annotated[Count, says("steps between records")] = 10
     profiles: Annotated[Flag, says("record arrays over depth too")] = True
+    attention: Annotated[Flag, says("with profiles: largest logit and entropy of attention, on 16 queries")] = True
     update: UpdateProbeConfig = UpdateProbeConfig()
+    epsilon: EpsilonProbeConfig = EpsilonProbeConfig()
+    spikes: SpikesConfig = SpikesConfig()
+    stalled: Annotated[Count, says("steps in a row that are not applied before an alarm is raised")] = 5
     layers: Annotated[
         Flag, says("at the end: how far each block turns the stream, and the held-out loss without it")
     ] = False
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "ProbesConfig":
+        if not self.profiles and not self.attention:
+            raise unused("probes.attention", False, "probes.profiles=false", "probes.profiles=true")
+        return self
 
 
 class CheckpointConfig(Section):

@@ -25,7 +25,8 @@ def depth_slope(profile: Array) -> float:
 class Gradients(Probe):
     """L2 norm of the reduced gradient of each sublayer's parameters (branch and norm), before clipping.
 
-    And that of the output matrix of the last feed-forward sublayer alone, of which theory speaks.
+    With the smallest and the largest of the finite ones, where these stand, and the slope over depth (`depth_slope`).
+    And the norm of the output matrix of the last feed-forward sublayer alone, of which theory speaks.
 
     Reference: Xiong et al. 2020, arXiv:2002.04745, Theorem 1 (the last).
     """
@@ -54,6 +55,14 @@ class Gradients(Probe):
             "grad_last": float(norms[-1]),
             "grad_p50": float(np.median(norms)),
         }
+        finite = np.isfinite(norms)
+        if finite.any():
+            least, most = np.where(finite, norms, np.inf).argmin(), np.where(finite, norms, -np.inf).argmax()
+            scalars |= {"grad_min": float(norms[least]), "grad_max": float(norms[most])}
+            scalars |= {"grad_argmin": float(least), "grad_argmax": float(most)}
+        slope = depth_slope(norms)
+        if np.isfinite(slope):
+            scalars["grad_slope_now"] = slope
         if "last_out" in values:
             scalars["grad_last_out"] = float(np.sqrt(values["last_out"][0]))
         return Reading(scalars, {"grad_norm": norms})

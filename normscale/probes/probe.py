@@ -14,8 +14,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from normscale.norms import Norm
+from normscale.probes.stopwatch import Stopwatch
+
 Array = NDArray[np.float64]
 Reduction = Literal["sum", "max", "first"]
+Span = tuple[int, int]
+
+SeeNorm = Callable[[str, Norm, Tensor], None]
+"""Called with the name of a norm, the norm, and its input [..., D]."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters as one flat buffer.
+
+    Attributes:
+        values: all of them, as they are [total]; between parameters there may be padding, which stays zero.
+        sites: (start, stop) of the parameters of each site's sublayer: those before `split`, and those after.
+        split: where the optimizer's second tensor begins (it has two: matrices, then vectors).
+    """
+
+    values: Tensor
+    sites: Sequence[tuple[Sequence[Span], Sequence[Span]]]
+    split: int
 
 
 @dataclass(frozen=True)
@@ -33,8 +55,13 @@ class Subject:
         last_out_square: () -> the same of the output matrix of the last feed-forward sublayer, a 0-d tensor.
         streams_between: inputs -> for each side, the first stream before its first block and after every one.
         loss: inputs, targets and a block to pass over (None: none) -> held-out loss per target, a 0-d tensor.
+        see_norms: inputs, and what is called with every norm's input, in the order norms run: eagerly, in evaluation
+            mode and without gradients, whatever training runs on.
+        parameters: the flat buffers that are trained.
+        sums: whether every site has a sum z = alpha * residual + branch of its own (see `ops.statistics.Buffers`).
+        largest: the largest number of what products are computed in.
 
-    The last three may be None, where no probe asks for them.
+    All from `last_out_square` to `parameters` may be None, where no probe asks for them.
     """
 
     sites: Sequence[str]
@@ -46,6 +73,15 @@ class Subject:
     last_out_square: Callable[[], Tensor] | None = None
     streams_between: Callable[[Mapping[str, Tensor]], list[list[Tensor]]] | None = None
     loss: Callable[[Mapping[str, Tensor], Tensor, int | None], Tensor] | None = None
+    see_norms: Callable[[Mapping[str, Tensor], SeeNorm], None] | None = None
+    parameters: Parameters | None = None
+    sums: bool = False
+    largest: float = torch.finfo(torch.float32).max
+
+    @property
+    def rows_per_site(self) -> int:
+        """Rows of a site: its branch, its streams, and z where there is one."""
+        return 1 + self.streams + self.sums
 
 
 class Hand(NamedTuple):
@@ -57,34 +93,56 @@ class Hand(NamedTuple):
 
 @dataclass
 class Reading:
-    """What a probe says of one step: scalars by quantity, arrays over depth by profile."""
+    """What a probe says of one step: scalars by quantity, arrays over depth by profile, events with their fields."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     profiles: dict[str, Array] = field(default_factory=dict)
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
 class Probe:
     """Base of all probes; every method does nothing.
 
-    A step calls, in this order: `begin`, then `after_micro_batch` for each micro-batch, `after_backward`, `after_step`
-    (also when the step was skipped), `hand_over` and `read`. They are called on measured steps only.
+    A step calls, in this order: `begin`, `scaled_by`, then `after_forward` and `after_micro_batch` for each
+    micro-batch, `after_backward`, `after_step` (also when the step was skipped), `hand_over` and `read`. They are
+    called on measured steps only.
+
+    What raises an exception in any of them switches its probe off for the rest of the run (see `probes.guard`). So
+    that a probe which fails on one rank alone holds up no other: `due` is a function of the step, and what
+    `hand_over` hands over has names, shapes and reductions that depend on nothing but whether the step was due.
+
+    A probe that makes passes of its own times them with a `stopwatch`: they are no part of a training step.
     """
 
     name: ClassVar[str]
+    stopwatch: Stopwatch | None = None
 
     def attach(self, subject: Subject) -> None:
         """Gets ready; called once, before the first step, with the model as it will be trained."""
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learns of the optimizer that will make the steps; called once, after `attach`."""
 
     def due(self, step: int) -> bool:
         """Tells whether the probe wants `step` (from 1) measured, besides the steps that are measured anyway."""
         return False
 
-    def forward_rows(self) -> Tensor | None:
-        """Returns the buffer the model writes the statistics of its streams and branches into, if it is wanted."""
-        return None
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Returns the tensors a model fills on measured steps, by their field of `ops.statistics.Buffers`."""
+        return {}
 
     def begin(self, step: int) -> None:
         """Called before the first micro-batch of a measured step."""
+
+    def scaled_by(self, factor: float) -> None:
+        """Learns by what the gradients that flow through the model on this step are larger than the loss's own.
+
+        The loss is the mean over the targets of the global batch; engines average gradients over ranks, so that each
+        rank's loss is multiplied by their number, and by the loss scale where there is one.
+        """
+
+    def after_forward(self, logits_BTV: Tensor, targets_BT: Tensor) -> None:
+        """Called after the forward of each micro-batch, with what the head says, detached, and with the targets."""
 
     def after_micro_batch(self, positions: Mapping[str, int]) -> None:
         """Called after the backward of each micro-batch; `positions` counts those of each side's stream."""
@@ -111,17 +169,31 @@ class Probe:
         """Takes back what `state_dict` gave."""
 
 
+def due_every(step: int, every: int, last: int) -> bool:
+    """Tells whether a probe of its own interval is due: every `every` steps and at the last; 0 is never."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
 def collect(
     probes: Sequence[Probe], reduce_sum: Callable[[Tensor], Tensor], reduce_max: Callable[[Tensor], Tensor]
 ) -> list[Reading]:
-    """Returns the reading of every probe: at most two collectives whatever the depth, and one transfer.
+    """Returns the reading of every probe: at most two collectives whatever the depth, and one transfer."""
+    found = transferred([probe.hand_over() for probe in probes], reduce_sum, reduce_max)
+    return [probe.read(values) for probe, values in zip(probes, found, strict=True)]
+
+
+def transferred(
+    given: Sequence[Mapping[str, Hand]],
+    reduce_sum: Callable[[Tensor], Tensor],
+    reduce_max: Callable[[Tensor], Tensor],
+) -> list[dict[str, Array]]:
+    """Returns what was handed over, combined over ranks and on the host.
 
     NaN becomes +Inf on its way into a maximum, since gloo's MAX loses a NaN that is not on rank 0; the non-finite
     counts, which are sums, keep the truth.
     """
-    given = [dict(probe.hand_over()) for probe in probes]
     parts: dict[Reduction, list[Tensor]] = {"sum": [], "max": [], "first": []}
-    places: list[dict[str, tuple[Reduction, int, int]]] = [{} for _ in probes]
+    places: list[dict[str, tuple[Reduction, int, int]]] = [{} for _ in given]
     lengths = dict.fromkeys(parts, 0)
     for i, hands in enumerate(given):
         for name, (values, reduction) in hands.items():
@@ -135,12 +207,9 @@ def collect(
     if "max" in joined:
         joined["max"] = reduce_max(torch.nan_to_num(joined["max"], nan=torch.inf, posinf=torch.inf))
     if not joined:
-        return [probe.read({}) for probe in probes]
+        return [{} for _ in given]
     host = torch.cat(list(joined.values())).cpu().numpy()
     starts, at = {}, 0
     for reduction, tensor in joined.items():
         starts[reduction], at = at, at + tensor.numel()
-    return [
-        probe.read({name: host[starts[r] + a : starts[r] + b] for name, (r, a, b) in place.items()})
-        for probe, place in zip(probes, places, strict=True)
-    ]
+    return [{name: host[starts[r] + a : starts[r] + b] for name, (r, a, b) in place.items()} for place in places]

@@ -185,10 +185,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Returns the steps of the checkpoints that are there, usable or not, newest first."""
-        with suppress(OSError):
-            found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in self.root.iterdir()]
-            return sorted((int(match[1]) for match in found if match and int(match[1])), reverse=True)
-        return []
+        return steps_in(self.root)
 
     def _read(self, step: int, reached: Mapping[int, int]) -> Found:
         """Returns a checkpoint, each byte of which was looked at.
@@ -198,17 +195,12 @@ class Checkpoints:
         """
         path = self.path(step)
         try:
-            if not (path / COMPLETE).exists():
-                raise Unusable("it was not written to its end")
-            text = read_regular(path / INDEX)
-            if hashlib.sha256(text).hexdigest().encode() != read_regular(path / COMPLETE):
-                raise Unusable(f"{INDEX} is not what was written")
-            index = json.loads(text, object_hook=_number)
+            index = index_of(path)
             self._check_origin(index, step, reached)
-            tensors = self._tensors(path, index, rank=0)
+            tensors = tensors_of(path, index, rank=0)
             if self.engine.rank:
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{OWN}/")}
-                tensors |= self._tensors(path, index, self.engine.rank)
+                tensors |= tensors_of(path, index, self.engine.rank)
             records = tuple((attempt, last) for attempt, last in index["records"])
             return Found(path, step, join(tensors, index["plain"]), records)
         except OSError as error:
@@ -217,8 +209,6 @@ class Checkpoints:
             raise Unusable(f"it is not of the format that this version reads ({type(error).__name__})") from None
 
     def _check_origin(self, index: Mapping[str, Any], step: int, reached: Mapping[int, int]) -> None:
-        if index["format"] != FORMAT:
-            raise Unusable(f"its format has the number {index['format']}, this version reads {FORMAT}")
         if index["world"] != self.engine.world:
             raise Unusable(
                 f"{index['world']} rank(s) wrote it and this run has {self.engine.world}; go on with as many as then"
@@ -230,16 +220,47 @@ class Checkpoints:
         if self.engine.rank == 0 and any(reached.get(attempt, -1) < last for attempt, last in index["records"]):
             raise Unusable("the records of the steps before it are gone")
 
-    def _tensors(self, path: Path, index: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-        name = f"rank{rank}.safetensors"
-        file, described = path / name, index["files"][name]
-        if not file.is_file():
-            raise Unusable(f"{name} is missing")
-        if file.stat().st_size != described["bytes"]:
-            raise Unusable(f"{name} has {file.stat().st_size:,} bytes, {described['bytes']:,} were written")
-        if _hash(file) != described["sha256"]:
-            raise Unusable(f"{name} is not what was written")
-        return load_file(file)
+
+def steps_in(root: Path) -> list[int]:
+    """Returns the steps of the checkpoints that are in a folder, usable or not, newest first."""
+    with suppress(OSError):
+        found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in root.iterdir()]
+        return sorted((int(match[1]) for match in found if match and int(match[1])), reverse=True)
+    return []
+
+
+def index_of(path: Path) -> dict[str, Any]:
+    """Returns what the index of a checkpoint says.
+
+    Raises:
+        Unusable: it is not complete, not what was written, or of another format.
+    """
+    if not (path / COMPLETE).exists():
+        raise Unusable("it was not written to its end")
+    text = read_regular(path / INDEX)
+    if hashlib.sha256(text).hexdigest().encode() != read_regular(path / COMPLETE):
+        raise Unusable(f"{INDEX} is not what was written")
+    index: dict[str, Any] = json.loads(text, object_hook=_number)
+    if index["format"] != FORMAT:
+        raise Unusable(f"its format has the number {index['format']}, this version reads {FORMAT}")
+    return index
+
+
+def tensors_of(path: Path, index: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """Returns what one rank has written, each byte of which was looked at.
+
+    Raises:
+        Unusable: it is not what was written.
+    """
+    name = f"rank{rank}.safetensors"
+    file, described = path / name, index["files"][name]
+    if not file.is_file():
+        raise Unusable(f"{name} is missing")
+    if file.stat().st_size != described["bytes"]:
+        raise Unusable(f"{name} has {file.stat().st_size:,} bytes, {described['bytes']:,} were written")
+    if _hash(file) != described["sha256"]:
+        raise Unusable(f"{name} is not what was written")
+    return load_file(file)
 
 
 def split(state: State, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -85,6 +85,10 @@ class FlatParameters:
         norm: Tensor = torch.linalg.vector_norm(self.grads, dtype=torch.promote_types(self.grads.dtype, torch.float32))
         return norm
 
+    def finite(self) -> bool:
+        """Returns whether every entry of the gradient is finite (for an event: the host waits)."""
+        return bool(torch.isfinite(self.grads).all())
+
     def squares(self, groups: Sequence[Sequence[str]]) -> Tensor:
         """Returns the sum of squares of the gradient over each group of parameter names.
 

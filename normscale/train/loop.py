@@ -1,9 +1,10 @@
 """The training loop: one step, on one screen."""
 
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,12 +15,16 @@ from torch import Tensor
 from normscale.config.schema import SCALED, RunConfig
 from normscale.data.task import IGNORE, MicroBatch
 from normscale.models.init import weights
-from normscale.probes.probe import Array, Probe, Reading, collect
+from normscale.ops.statistics import Buffers
+from normscale.probes.culprit import Culprit
+from normscale.probes.guard import Guard
+from normscale.probes.ledger import MOST_PENDING, Entry, Ledger, reason_of
+from normscale.probes.probe import Array, Probe, Reading
 from normscale.probes.spikes import SpikeScore
 from normscale.schemes import Scheme
 from normscale.train.engine import Engine
-from normscale.train.flat import Fault
 from normscale.train.optim import build_optimizer, learning_rate
+from normscale.train.provenance import Provenance
 from normscale.train.scaler import Change, LossScale
 
 
@@ -32,12 +37,15 @@ class Recorder(Protocol):
 
     def event(self, step: int, event: str, **fields: Any) -> None: ...
 
+    def ledger(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
 
 @dataclass(frozen=True)
 class Step:
     """What one attempted step gave, on the host: the loss and gradient norm of the global batch.
 
     With `overflow` it was not applied because something was not finite, and that was put down to the loss scale.
+    `aside_s` are the seconds that probes took for passes of their own, which are no part of a training step.
     """
 
     loss: float
@@ -48,7 +56,10 @@ class Step:
     targets: int
     overflow: bool = False
     scale: float | None = None
+    aside_s: float = 0.0
 
+
+MOST_SPIKES_TOLD = 20  # of each series; after that they are only counted, and their steps recorded
 
 Window = Sequence[MicroBatch]
 """The micro-batches of one rank's share of one step."""
@@ -57,19 +68,34 @@ Window = Sequence[MicroBatch]
 class Trainer:
     """Trains one model: counts attempted and applied steps, and lets the probes measure some of them."""
 
-    def __init__(self, engine: Engine, config: RunConfig, probes: Sequence[Probe]) -> None:
-        self.engine, self.config, self.probes = engine, config, probes
+    def __init__(self, engine: Engine, config: RunConfig, probes: Sequence[Probe] | Guard) -> None:
+        self.engine, self.config = engine, config
+        self.guard = probes if isinstance(probes, Guard) else Guard(probes, engine.device, engine.rank, engine.world)
         self.optimizer = build_optimizer(engine.flat, config.train.optim)
         precision = config.precision
         self.scale = LossScale(precision.loss_scale) if precision.compute in SCALED else None
         self.attempted = self.applied = 0
         self.first_bad: tuple[int, int, str | None] | None = None
-        self.spikes = SpikeScore()
+        self.culprits: list[Culprit | None] = [None, None]  # of the first bad step, and of the first in the last row
+        self.skipped_in_a_row = self.bad_in_a_row = 0  # with and without what is put down to the loss scale
+        self.provenance = Provenance(engine, self._loss_by_itself)
+        spikes = config.probes.spikes
+        self.spikes, self.grad_spikes = (SpikeScore(spikes.sigmas, spikes.window) for _ in range(2))
         self.last_profiles: dict[str, Array] = {}
         self.updates: dict[int, float] = {}
-        buffers = [rows for probe in probes if (rows := probe.forward_rows()) is not None]
-        assert len(buffers) <= 1, "the model fills one buffer; let the probes share it"
-        self.rows = buffers[0] if buffers else None
+        train, flat = config.train, engine.flat
+        self.ledger = Ledger(
+            config.probes.stalled,
+            lambda applied: learning_rate(train.schedule, train.optim.lr, applied, train.steps),
+            flat.values,
+            list(flat.spans.values()),
+        )
+        self.guard.probes.append(self.ledger)
+        self.guard.call("meet", self.optimizer)
+        self._aside_s = sum(self.guard.seconds().values())
+        filled, model = self.guard.buffers(), engine.inner
+        rows = torch.zeros(len(model.sites()) * model.rows_per_site, 3, device=engine.device)  # where no probe has them
+        self.buffers = Buffers(**{"rows": rows, **filled}) if filled else None
         self.weights = (
             list(weights(engine.inner)) if type(engine.inner.scheme).after_step is not Scheme.after_step else []
         )
@@ -87,15 +113,15 @@ class Trainer:
         engine, flat, train = self.engine, self.engine.flat, self.config.train
         self.attempted += 1
         measured = self.measures(self.attempted)
-        probes = self.probes if measured else ()
-        for probe in probes:
-            probe.begin(self.attempted)
+        if measured:
+            self.guard.call("begin", self.attempted)
+            self.guard.call("scaled_by", engine.world * (1.0 if self.scale is None else self.scale.value))
         count = engine.count(sum(batch.n_targets for batch in window))
-        total = self._forward_backward(window, count, probes, self.rows if measured else None)
+        total = self._forward_backward(window, count, measured)
         if self.scale is not None:
             flat.grads.mul_(1 / self.scale.value)
-        for probe in probes:
-            probe.after_backward()
+        if measured:
+            self.guard.call("after_backward")
 
         # A step is read on the host once: without these two numbers nobody could say whether to apply it.
         loss, norm = torch.stack([engine.sum(total) / count, flat.grad_norm()]).tolist()
@@ -104,39 +130,42 @@ class Trainer:
         lr = learning_rate(train.schedule, train.optim.lr, self.applied + 1, train.steps)
         scale = None if self.scale is None else self.scale.value
         overflow = not finite and self.scale is not None and self.scale.absorbs()
+        reason = None if finite else reason_of(loss, flat.finite, overflow)
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + (not overflow)
+        self.provenance.end(applied=finite)
         if finite:
             self._apply(lr, factor)
         elif not overflow:
-            self._note_bad_step(loss, norm, window, recorder)
+            self._note_bad_step(loss, norm, count, recorder)
         change = self.scale.update(finite) if self.scale is not None else None
         if change is not None:
-            self._note_scale(change, loss, window, recorder)
-        for probe in probes:
-            probe.after_step(self.attempted)
+            self._note_scale(change, loss, count, recorder)
+        if measured:
+            self.guard.call("after_step", self.attempted)
         result = Step(loss, norm, norm * factor, lr, applied=finite, targets=count, overflow=overflow, scale=scale)
-        self._targets += count
-        if math.isfinite(loss) or not overflow:
-            self.spikes.add(loss)
-        if measured or not finite:
-            self._record(result, probes, recorder)
-        return result
+        return self._close(result, reason, measured, recorder)
 
-    def _forward_backward(self, window: Window, count: int, probes: Sequence[Probe], rows: Tensor | None) -> Tensor:
+    def _forward_backward(self, window: Window, count: int, measured: bool) -> Tensor:
         """Fills the gradients and returns this rank's summed loss, a 0-d tensor."""
-        engine, flat = self.engine, self.engine.flat
+        engine, flat, to = self.engine, self.engine.flat, self.buffers if measured else None
         scale = 1.0 if self.scale is None else self.scale.value
         total = torch.zeros((), device=engine.device)
+        self.provenance.begin()
         flat.zero_grad()
         for i, batch in enumerate(window):
+            self.provenance.keep(batch)
             batch = batch.to(engine.device)
             with engine.micro_batch(last=i == len(window) - 1):
                 with engine.autocast():
-                    logits = engine.model(batch.tokens_BT, rows, **batch.beside)
+                    logits = engine.model(batch.tokens_BT, to, **batch.beside)
                 loss = summed_loss(logits, batch.targets_BT)
+                if measured:
+                    self.guard.call("after_forward", logits.detach(), batch.targets_BT)
                 torch.autograd.backward(loss * (engine.world / count * scale))  # the engine averages over ranks
             total += loss.detach()
-            for probe in probes:
-                probe.after_micro_batch(self._positions(batch))
+            if measured:
+                self.guard.call("after_micro_batch", self._positions(batch))
         if self.attempted == 1:
             flat.check()  # an engine that took the gradients elsewhere would train nothing
         return total
@@ -155,6 +184,50 @@ class Trainer:
         self.project()
         self.applied += 1
 
+    def _close(self, step: Step, reason: str | None, measured: bool, recorder: Recorder) -> Step:
+        """Enters a step into the ledger and the spike scores, and records it if it is measured or stands out."""
+        norm = step.norm_clipped if step.applied else None
+        scale = None if self.scale is None else self.scale.value
+        entry = Entry(self.attempted, reason, step.lr, step.norm, norm, step.scale, scale)
+        for event, fields in self.ledger.add(entry):
+            recorder.event(self.attempted, event, **fields)
+            self._say_stalled(**fields)
+        self._targets += step.targets
+        recorded = self._note_spikes(step, recorder) or measured or not step.applied
+        if recorded:
+            aside_s = self._set_aside()
+            self._record(step, measured, recorder)
+            step = replace(step, aside_s=aside_s + self._set_aside())
+        if rows := self.ledger.flush(at_least=1 if recorded else MOST_PENDING):
+            recorder.ledger(rows)
+        for probe, why in self.guard.news():
+            recorder.event(self.attempted, "probe_off", probe=probe, reason=why)
+        return step
+
+    def _note_spikes(self, step: Step, recorder: Recorder) -> bool:
+        """Returns whether the loss or the gradient norm has spiked; what a loss scale has spoilt does not count."""
+        spiked = False
+        for of, score, value in (("loss", self.spikes, step.loss), ("grad_norm", self.grad_spikes, step.norm)):
+            if step.overflow and not math.isfinite(value):
+                continue
+            spike = score.add(value)
+            spiked |= spike
+            if spike and math.isfinite(value) and score.spikes <= MOST_SPIKES_TOLD:
+                recorder.event(self.attempted, "spike", of=of, value=value, sigmas=score.distance)
+        return spiked
+
+    def _say_stalled(self, in_a_row: int, reasons: str) -> None:
+        if self.engine.rank == 0:
+            line = f"normscale: step {self.attempted}: {in_a_row} steps in a row were not applied ({reasons})"
+            print(f"{line}; the weights are those of {in_a_row} steps before", file=sys.stderr, flush=True)
+
+    def _set_aside(self) -> float:
+        """Returns what the probes' own passes took since it was last asked; leaves it out of the tokens a second."""
+        spent = sum(self.guard.seconds().values())
+        new, self._aside_s = spent - self._aside_s, spent
+        self.paused(new)
+        return new
+
     def project(self) -> None:
         """Lets the scheme project the weights, where it does."""
         with torch.no_grad():
@@ -169,10 +242,14 @@ class Trainer:
             "applied": self.applied,
             "scale": None if self.scale is None else self.scale.state_dict(),
             "first_bad": self.first_bad,
+            "culprits": [None if culprit is None else culprit.fields() for culprit in self.culprits],
+            "in_a_row": [self.skipped_in_a_row, self.bad_in_a_row],
+            "provenance": self.provenance.state_dict(),
             "spikes": self.spikes.state_dict(),
+            "grad_spikes": self.grad_spikes.state_dict(),
             "last_profiles": {name: profile.tolist() for name, profile in self.last_profiles.items()},
             "updates": list(self.updates.items()),
-            "probes": {probe.name: probe.state_dict() for probe in self.probes},
+            "probes": self.guard.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,11 +263,14 @@ class Trainer:
         if self.scale is not None:
             self.scale.load_state_dict(state["scale"])
         self.first_bad = None if state["first_bad"] is None else tuple(state["first_bad"])
+        self.culprits = [None if fields is None else Culprit.from_fields(fields) for fields in state["culprits"]]
+        self.skipped_in_a_row, self.bad_in_a_row = state["in_a_row"]
+        self.provenance.load_state_dict(state["provenance"])
         self.spikes.load_state_dict(state["spikes"])
+        self.grad_spikes.load_state_dict(state["grad_spikes"])
         self.last_profiles = {name: np.array(profile) for name, profile in state["last_profiles"].items()}
         self.updates = dict(state["updates"])
-        for probe in self.probes:
-            probe.load_state_dict(state["probes"][probe.name])
+        self.guard.load_state_dict(state["probes"])
         self._clock, self._targets = time.perf_counter(), 0
 
     def late_state(self) -> dict[str, Tensor]:
@@ -217,7 +297,7 @@ class Trainer:
         """
         scheduled = step in (1, self.config.train.steps) or step % self.config.probes.every == 0
         scheduled = scheduled or (self.scale is not None and not self.applied)
-        return scheduled or any(probe.due(step) for probe in self.probes)
+        return self.guard.due(step) or scheduled
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         """Returns the held-out loss in nats per target, the same on every rank."""
@@ -231,13 +311,14 @@ class Trainer:
         self.paused(time.perf_counter() - started)
         return total / count
 
-    def _record(self, step: Step, probes: Sequence[Probe], recorder: Recorder) -> None:
+    def _record(self, step: Step, measured: bool, recorder: Recorder) -> None:
         now = time.perf_counter()
         values = {
             "loss_train": step.loss,
             "nonfinite": float(not step.applied and not step.overflow),
             "skipped": float(self.attempted - self.applied),
             "spike": self.spikes.score,
+            "spike_grad": self.grad_spikes.score,
             "grad_norm": step.norm,
             "grad_norm_clipped": step.norm_clipped,
             "lr": step.lr,
@@ -247,80 +328,84 @@ class Trainer:
         if step.scale is not None:
             values["loss_scale"] = step.scale
         self._clock, self._targets = now, 0
-        readings = collect(probes, self.engine.sum, self.engine.max) if probes else []
+        readings = self.guard.collect(self.attempted, self.engine.sum, self.engine.max) if measured else []
         if step.overflow:  # what the scale has spoilt says nothing of the model
             readings = [_finite(reading) for reading in readings]
         for reading in readings:
             values |= reading.scalars
             self.last_profiles |= reading.profiles
+        self.provenance.remember(self.attempted, {n: p for reading in readings for n, p in reading.profiles.items()})
         if step.overflow:
             values = {name: value for name, value in values.items() if math.isfinite(value)}
         if "update" in values:
+            asked = self.config.probes.update.steps
+            self.updates = {at: value for at, value in self.updates.items() if at in asked}
             self.updates[self.attempted] = values["update"]
         recorder.metrics(self.attempted, self.applied, values)
         for reading in readings:
             for name, profile in reading.profiles.items():
                 recorder.profile(self.attempted, name, profile)
+            for event, fields in reading.events:
+                recorder.event(self.attempted, event, **fields)
 
-    def _note_bad_step(self, loss: float, norm: float, window: Window, recorder: Recorder) -> None:
-        """Records which gradients were not finite, before anything touches them."""
-        faults = self.engine.flat.faults()
-        site, parameter = self._first_bad(loss, window, faults)
+    def _loss_by_itself(self, batch: MicroBatch) -> Tensor:
+        """Returns the summed loss of one micro-batch by the model itself, without the engine around it."""
+        with self.engine.autocast():
+            logits = self.engine.inner(batch.tokens_BT, **batch.beside)
+        return summed_loss(logits, batch.targets_BT)
+
+    def _note_bad_step(self, loss: float, norm: float, count: int, recorder: Recorder) -> None:
+        """Records where the step went wrong and which gradients are not finite, before anything touches them."""
+        scale = 1.0 if self.scale is None else self.scale.value
+        begun = time.perf_counter()
+        found = self.provenance.seek(loss, self.engine.world / count * scale)
+        self.paused(time.perf_counter() - begun)
         if self.first_bad is None:
-            self.first_bad = (self.attempted, site, parameter)
+            self.first_bad, self.culprits[0] = (self.attempted, found.site, found.parameter), found.culprit
+        if self.bad_in_a_row == 1:
+            self.culprits[1] = found.culprit
+        train = self.config.train
+        after = train.on_nonfinite == "skip" and train.stop_after is not None
         recorder.event(
             self.attempted,
             "nonfinite",
             loss=loss,
             grad_norm=norm,
-            **({} if self.scale is None else {"loss_scale": self.scale.value}),
-            fault=_fault(loss, faults),
-            layer=site,
-            parameter=parameter or "",
-            parameters=[
-                {"name": f.parameter, "kind": f.kind, "nan": f.nan, "pos_inf": f.pos_inf, "neg_inf": f.neg_inf}
-                for f in faults[:20]
-            ],
-            parameters_bad=len(faults),
+            **({} if self.scale is None else {"loss_scale": scale}),
+            **found.fields(loss),
+            policy=f"stop after {train.stop_after}" if after else train.on_nonfinite,
+            in_a_row=self.bad_in_a_row,
         )
 
-    def _note_scale(self, change: Change, loss: float, window: Window, recorder: Recorder) -> None:
-        """Records a new loss scale; where the loss itself was not finite, which no scale brings about, the site too."""
+    def _note_scale(self, change: Change, loss: float, count: int, recorder: Recorder) -> None:
+        """Records a new loss scale; where the loss itself was not finite, which no scale brings about, the site too.
+
+        Where so many steps in a row were not applied that a run without a scale would end, their culprit is sought.
+        """
         where: dict[str, Any] = {}
         if change.reason == "overflow":
-            forward = not math.isfinite(loss)
-            where = {"found_in": "forward", "layer": self._first_bad(loss, window, ())[0]} if forward else {}
-            where = where or {"found_in": "gradient"}
+            where["found_in"] = "gradient" if math.isfinite(loss) else "forward"
+            after = self.config.train.stop_after
+            if after is not None and self.skipped_in_a_row % after == 0:
+                found = self.provenance.seek(loss, self.engine.world / count * change.before)
+                where |= {name: value for name, value in found.fields(loss).items() if name in ("layer", "culprit")}
+            elif where["found_in"] == "forward":
+                where["layer"] = self.provenance.site_by_rows()
         recorder.event(
             self.attempted, "loss_scale", before=change.before, after=change.after, reason=change.reason, **where
         )
 
-    def _first_bad(self, loss: float, window: Window, faults: Sequence[Fault]) -> tuple[int, str | None]:
-        """Returns the site where the step first went wrong (-1: unknown, or an end), and the parameter if known.
+    def stops(self, step: Step) -> bool:
+        """Tells whether the run ends with this step, by `train.on_nonfinite` and `train.stop_after`; ranks agree."""
+        if step.applied or step.overflow:
+            return False
+        train = self.config.train
+        return train.on_nonfinite == "stop" or (train.stop_after is not None and self.bad_in_a_row >= train.stop_after)
 
-        A loss that is not finite went wrong on the way forward: the window runs once more, measured, and the first
-        site with a non-finite branch or stream on any rank is it (without dropout, so that a fault that only a mask
-        brought about stays unknown). Otherwise it went wrong backward, which starts at the last site, so that the last
-        faulty parameter in model order is the first.
-        """
-        model = self.engine.inner
-        if math.isfinite(loss):
-            bad = [fault.parameter for fault in faults if model.site_of(fault.parameter) >= 0]
-            parameter = bad[-1] if bad else faults[0].parameter if faults else None
-            return model.site_of(parameter), parameter
-        sites, per_site = len(model.sites()), 1 + model.stream_count
-        rows, first = torch.zeros(sites * per_site, 3, device=self.engine.device), sites
-        with self.engine.aside() as quiet:
-            for batch in window:
-                batch = batch.to(self.engine.device)
-                quiet(batch.tokens_BT, rows, **batch.beside)
-                found = rows[:, 2].reshape(-1, per_site).sum(dim=1).nonzero()
-                if found.numel():
-                    first = int(found[0])
-                    break
-        # Only the rank that held the bad sample has found it; all ranks are here, since they share the loss.
-        first = -int(self.engine.max(torch.tensor(-first, device=self.engine.device)))
-        return (first if first < sites else -1), None
+    def culprit(self) -> Culprit | None:
+        """Returns what a run that ended not finite should name: of the bad steps that ended it, else of the first."""
+        after = self.config.train.stop_after
+        return self.culprits[1 if after is not None and self.bad_in_a_row >= after else 0]
 
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -336,10 +421,5 @@ def _finite(reading: Reading) -> Reading:
     return Reading(
         {name: value for name, value in reading.scalars.items() if math.isfinite(value)},
         {name: profile for name, profile in reading.profiles.items() if np.isfinite(profile).all()},
+        reading.events,
     )
-
-
-def _fault(loss: float, faults: Sequence[Fault]) -> str:
-    if faults:
-        return faults[0].kind
-    return "loss" if not math.isfinite(loss) else "norm overflow: every gradient entry is finite, their squares are not"

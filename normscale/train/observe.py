@@ -1,7 +1,7 @@
 """What may be seen of a model on its engine: by the probes, and of its precision."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,20 +11,24 @@ from normscale.data.task import IGNORE, MicroBatch
 from normscale.models.init import weights
 from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
-from normscale.norms import Norm
+from normscale.norms import Norm, set_backend
 from normscale.ops.backends import joined, noted
+from normscale.ops.handles import Opening
 from normscale.ops.products import Rounded
-from normscale.probes.probe import Subject
+from normscale.probes.probe import Parameters, SeeNorm, Span, Subject
+from normscale.probes.segments import SiteSquares
 from normscale.schemes import Role
 from normscale.train.denormals import flushed
-from normscale.train.engine import Engine
+from normscale.train.engine import DTYPES, Engine
+from normscale.train.flat import FlatParameters
 from normscale.train.loop import summed_loss
 
 
 def subject_of(engine: Engine) -> Subject:
     """Returns what the probes may look at of a model on its engine."""
-    model = engine.inner
-    groups = model.site_parameters()
+    model, flat = engine.inner, engine.flat
+    parameters = Parameters(flat.values, [_spans(flat, names) for names in model.site_parameters()], flat.split)
+    squares = SiteSquares(parameters)
     last_out = [weight.name for weight in weights(model) if weight.role == Role("ffn", "out")][-1:]
 
     def features(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -43,17 +47,53 @@ def subject_of(engine: Engine) -> Subject:
             total = summed_loss(quiet(**inputs, skip=skip), targets)
         return total / (targets != IGNORE).sum()
 
+    def see_norms(inputs: Mapping[str, Tensor], see: SeeNorm) -> None:
+        with _norms_seen(model, see), _eager(model), engine.aside() as quiet:
+            quiet.features(**inputs)
+
     return Subject(
         sites=[site.name for site in model.sites()],
         streams=model.stream_count,
         width=model.d,
         device=engine.device,
         features=features,
-        gradient_squares=lambda: engine.flat.squares(groups),
+        gradient_squares=lambda: squares(flat.grads),
         last_out_square=lambda: engine.flat.squares([last_out]),
         streams_between=streams_between,
         loss=loss,
+        see_norms=see_norms,
+        parameters=parameters,
+        sums=model.scheme.sums,
+        # fp8 products scale their operands one by one: what can overflow is the results, which are kept in bf16.
+        largest=torch.finfo(DTYPES.get(engine.precision.compute, torch.bfloat16)).max,
     )
+
+
+def _spans(flat: FlatParameters, names: Sequence[str]) -> tuple[list[Span], list[Span]]:
+    """Returns where some parameters stand, those of the matrices and those of the vectors, rising."""
+    spans = sorted(flat.spans[name] for name in names)
+    return [span for span in spans if span[0] < flat.split], [span for span in spans if span[0] >= flat.split]
+
+
+@contextmanager
+def _norms_seen(model: Transformer, see: SeeNorm) -> Iterator[None]:
+    """Lets `see` look at the input of every norm of the passes of the block; a fused norm would hide its own."""
+    names = {module: name for name, module in model.named_modules() if isinstance(module, Norm) and module.spec}
+    before = {module: module.backend for module in model.modules() if isinstance(module, Norm | Opening)}
+
+    def show(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, Norm)
+        see(names[module], module, inputs[0])
+
+    hooks = [module.register_forward_pre_hook(show) for module in names]
+    try:
+        set_backend(model, "eager")
+        yield
+    finally:
+        for module, backend in before.items():
+            module.backend = backend
+        for hook in hooks:
+            hook.remove()
 
 
 def precision_seen(engine: Engine, batch: MicroBatch) -> dict[str, str]:

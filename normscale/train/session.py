@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,18 @@ from normscale.models.attention import attention_backend
 from normscale.norms import Norm
 from normscale.ops.products import Rounded
 from normscale.probes.activations import Activations
+from normscale.probes.adam import AdamEpsilon
+from normscale.probes.angles import Angles
+from normscale.probes.attention import Attention
+from normscale.probes.epsilon import COLUMNS, EpsilonSensitivity
 from normscale.probes.gradients import Gradients, depth_slope
+from normscale.probes.guard import Guard
 from normscale.probes.layers import Layers
+from normscale.probes.output import OutputSoftmax
 from normscale.probes.probe import Array, Probe
+from normscale.probes.stream_gradients import StreamGradients
 from normscale.probes.update import ModelUpdate
+from normscale.probes.weights import WeightUpdates
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SpoolWriter
 from normscale.train.checkpoint import Checkpoints, random_state, set_random_state
@@ -32,6 +40,8 @@ from normscale.train.observe import norms_seen, precision_seen, subject_of
 OnStep = Callable[[int, int, float], None]
 
 LAYER_BATCHES = 2  # held-out batches that blocks are left out on: what a block is worth is a difference on one text
+EPSILON_SEQUENCES = 4  # whose positions the epsilon probe samples its rows from
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class Session:
@@ -50,15 +60,15 @@ class Session:
         )
         self.held_out = held_out_batches(task, train.batch, train.eval_batches)
         self.unigram_nats = unigram_of(task, self.held_out)
-        self.probes = _probes(config, task)
-        subject = subject_of(engine)
-        for probe in self.probes:
-            probe.attach(subject)
-        self.trainer = Trainer(engine, config, self.probes)
+        self.guard = Guard(_probes(config, task), engine.device, engine.rank, engine.world)
+        self.guard.call("attach", subject_of(engine))
+        self.trainer = Trainer(engine, config, self.guard)
         self.meter = Meter(config, task.vocab, engine.device, engine.world)
         self.seconds = 0.0
         self.checkpoint_s = 0.0
+        self._probe_s: dict[str, float] = {}  # of the attempts before
         self.loss_val = self.loss_train = math.nan
+        self.stopped_after = 0  # bad steps in a row that ended the run
         self._warned = False
         self._graphs_before = _compiled_graphs()
 
@@ -85,8 +95,16 @@ class Session:
             },
             "precision_seen": precision_seen(engine, self.held_out[0]),
             "rows": [site.name for site in model.sites()],
+            **self._epsilon(),
             "outer_run": os.environ.get("MLFLOW_RUN_ID"),
         }
+
+    def _epsilon(self) -> dict[str, Any]:
+        """Returns the names of the rows of the epsilon profiles, and what the compute precision makes of each eps."""
+        found = [probe for probe in self.guard.active if isinstance(probe, EpsilonSensitivity)]
+        if not found:
+            return {}
+        return {"norms": found[0].names, "profile_rows": dict.fromkeys(COLUMNS, "norms"), "eps_held": found[0].held()}
 
     def _attention(self) -> str:
         model, products = self.config.model, self.engine.products
@@ -108,11 +126,12 @@ class Session:
             begun = time.perf_counter()
             window = self.batches.window(step - 1)
             result = self.trainer.step(window, recorder)
-            self.meter.add(time.perf_counter() - begun, window, result.targets)
+            self.meter.add(time.perf_counter() - begun - result.aside_s, window, result.targets)
             self.loss_train, self.seconds = result.loss, time.perf_counter() - started
             if on_step is not None:
                 on_step(step, train.steps, result.loss)
-            stop = not result.applied and not result.overflow and train.on_nonfinite == "stop"
+            stop = self.trainer.stops(result)
+            self.stopped_after = self.trainer.bad_in_a_row if stop else 0
             if stop or step == train.steps or (train.eval_every and step % train.eval_every == 0):
                 self.evaluate(step, recorder)
                 stop = stop or (train.on_nonfinite == "stop" and not math.isfinite(self.loss_val))
@@ -145,7 +164,8 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a run goes on from; where the data stand follows from the step."""
-        numbers = {name: getattr(self, name) for name in ("loss_val", "loss_train", "seconds", "checkpoint_s")}
+        names = ("loss_val", "loss_train", "seconds", "checkpoint_s", "probe_s")
+        numbers = {name: getattr(self, name) for name in names}
         return {"session": numbers, "trainer": self.trainer.state_dict(), "own": random_state(self.engine.device)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +174,15 @@ class Session:
             setattr(self, name, number)
         self.trainer.load_state_dict(state["trainer"])
         set_random_state(state["own"], self.engine.device)
+
+    @property
+    def probe_s(self) -> dict[str, float]:
+        """The seconds of each probe's own passes, in all attempts of the run."""
+        return {name: self._probe_s.get(name, 0.0) + seconds for name, seconds in self.guard.seconds().items()}
+
+    @probe_s.setter
+    def probe_s(self, before: Mapping[str, float]) -> None:
+        self._probe_s = dict(before)
 
     def summary(self) -> dict[str, Any]:
         """Returns the fields of the end record's summary."""
@@ -172,12 +201,16 @@ class Session:
             "bad_step": trainer.attempted if bad_step < 0 and not math.isfinite(self.loss_val) else bad_step,
             "bad_layer": bad_layer,
             "bad_parameter": bad_parameter or "",
+            "culprit": "" if (culprit := trainer.culprit()) is None else culprit.sentence(),
+            "stopped_after": self.stopped_after,
             "spike": trainer.spikes.score,
+            "spike_grad": trainer.grad_spikes.score,
             "skipped": trainer.attempted - trainer.applied,
             "steps": trainer.attempted,
             "applied": trainer.applied,
             "seconds": self.seconds,
             "checkpoint_s": self.checkpoint_s,
+            **{f"{name}_probe_s": seconds for name, seconds in self.probe_s.items()},
             **self.meter.summary(),
             "graphs": _compiled_graphs() - self._graphs_before,
             **{f"update@{step}": value for step, value in trainer.updates.items()},
@@ -200,6 +233,8 @@ class Silent:
 
     def event(self, step: int, event: str, **fields: Any) -> None: ...
 
+    def ledger(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
     def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
@@ -208,11 +243,20 @@ class Silent:
 def _probes(config: RunConfig, task: Task) -> list[Probe]:
     probes: list[Probe] = []
     if config.probes.profiles:
-        probes += [Activations(), Gradients()]
-    if config.probes.update.steps:
-        n = config.probes.update.sequences
-        fixed = held_out_batches(task, n, 1, key="probes.update.sequences")[0]
-        probes.append(ModelUpdate(fixed.inputs, config.probes.update.steps))
+        probes += [Activations(), StreamGradients(), Gradients(), WeightUpdates(), Angles(), OutputSoftmax()]
+        probes += [Attention()] if config.probes.attention else []
+    last, update, epsilon = config.train.steps, config.probes.update, config.probes.epsilon
+    if update.steps or update.every:
+        fixed = held_out_batches(task, update.sequences, 1, key="probes.update.sequences")[0]
+        probes.append(ModelUpdate(fixed.inputs, update.steps, update.every, last))
+    if epsilon.every:
+        fixed = held_out_batches(task, min(EPSILON_SEQUENCES, config.train.batch), 1)[0]
+        compute = (DTYPES | FP8)[config.precision.compute]
+        probes.append(
+            EpsilonSensitivity(fixed.inputs, every=epsilon.every, last=last, rows=epsilon.rows, compute=compute)
+        )
+        if config.train.optim.name == "adamw":
+            probes.append(AdamEpsilon(every=epsilon.every, last=last))
     if config.probes.layers:
         batches = held_out_batches(task, config.train.batch, LAYER_BATCHES, key="probes.layers")
         probes.append(Layers([(batch.inputs, batch.targets_BT) for batch in batches], config.train.steps))

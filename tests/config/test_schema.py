@@ -101,6 +101,11 @@ REFUSED = [
     (["probes.update.steps=[2,1]"], "probes.update.steps: 1 comes after 2; steps must rise"),
     (["probes.update.steps=[1,201]"], "probes.update.steps: 201 is after the last step, train.steps=200"),
     (["probes.update.sequences=8"], "probes.update.sequences: 8 would do nothing with probes.update.steps=[]"),
+    (["probes.epsilon.rows=8"], "probes.epsilon.rows: 8 would do nothing with probes.epsilon.every=0; remove it "),
+    (["probes.epsilon.every=-1"], "probes.epsilon.every: -1 is not a whole number >= 0"),
+    (["probes.spikes.window=1"], "probes.spikes.window: 1 is not a whole number >= 2"),
+    (["probes.spikes.sigmas=0"], "probes.spikes.sigmas: 0 is not a number > 0"),
+    (["probes.stalled=0"], "probes.stalled: 0 is not a whole number >= 1"),
 ]
 
 
@@ -130,6 +135,9 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(overrides: list[str], s
         ["train.optim.name=sgd", "train.optim.momentum=0.9"],
         ["train.optim.name=sgd", "train.optim.betas=[0.9,0.98]"],
         ["probes.update.steps=[1,5,200]", "probes.update.sequences=8"],
+        ["probes.update.every=50", "probes.update.sequences=8"],
+        ["probes.epsilon.every=1000", "probes.epsilon.rows=8"],
+        ["probes.spikes.sigmas=7", "probes.spikes.window=1000", "probes.stalled=1"],
         ["model.scheme=not-checked-here", "model.norm=nor-this"],
     ],
     ids=" ".join,

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_two(worker: str, *words: str, timeout: float = 100) -> list[str]:
-    """Runs `python -m tests.integration.<worker> words` as two ranks of this machine to a good end.
+def run_two(worker: str, *words: str, timeout: float = 100, package: str = "tests.integration") -> list[str]:
+    """Runs `python -m <package>.<worker> words` as two ranks of this machine to a good end.
 
     Returns what each wrote to standard error.
     """
@@ -20,7 +20,7 @@ def run_two(worker: str, *words: str, timeout: float = 100) -> list[str]:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", f"tests.integration.{worker}", *words],
+            [sys.executable, "-m", f"{package}.{worker}", *words],
             cwd=ROOT,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
             stderr=subprocess.PIPE,

@@ -35,6 +35,15 @@ def test_ranks_drop_other_units_of_other_samples_and_end_with_the_same_weights(r
 
 
 @pytest.mark.slow
+def test_the_replay_of_a_bad_step_drops_the_same_units(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["again"] for rank in ranks)
+    assert (len(one), len(other)) == (2, 1)  # the second rank is at fault in its first micro-batch
+    for rank in ranks:
+        for mask, before in zip(rank["again"], rank["masks"][4:], strict=False):
+            assert torch.equal(mask, before)
+
+
+@pytest.mark.slow
 def test_gradients_travel_once_a_step_however_many_micro_batches(ranks: list[dict[str, Any]]) -> None:
     assert [rank["reductions"] for rank in ranks] == [[1, 1, 1], [1, 1, 1]]
 
@@ -44,3 +53,4 @@ def test_a_fault_on_the_second_rank_alone_is_named_by_the_first(ended: Path) -> 
     (folder,) = (ended / "runs").glob("deepnorm-*")
     (event,) = read_run(folder).events
     assert (event["step"], event["layer"]) == (3, 3)
+    assert (event["culprit"]["rank"], event["culprit"]["module"]) == (1, "blocks.1.sublayers.ffn.branch")

@@ -50,6 +50,7 @@ def main() -> None:
             branch = self.engine.inner.sublayers()[3].branch
             branch.register_forward_hook(lambda module, args, out: out * torch.inf)
         result = original(self, window, recorder)
+        saved["again"], saved["masks"] = saved["masks"][2 * self.attempted :], saved["masks"][: 2 * self.attempted]
         if result.applied:
             saved["grads"] = self.engine.flat.grads.clone()
         saved["values"] = self.engine.flat.values.clone()

@@ -93,11 +93,17 @@ def test_a_right_angle_is_half_of_a_half_turn_whatever_the_lengths() -> None:
     assert measured(3, {})["angle"].tolist() == [0.5, 0.5, 0.5]
 
 
-def test_blocks_that_are_not_tried_are_nan_and_losses_that_are_not_finite_infinite() -> None:
-    removal = measured(40, {None: 2.0, 0: 2.5, 39: float("nan")})["removal"]
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_blocks_that_are_not_tried_are_nan_and_losses_that_are_not_finite_infinite(bad: float) -> None:
+    removal = measured(40, {None: 2.0, 0: 2.5, 39: bad})["removal"]
     tried = np.flatnonzero(~np.isnan(removal))
     assert tried.tolist() == spread_over(40, 16)
     assert (removal[0], removal[tried[1]], removal[39]) == (0.5, 3.0, np.inf)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_model_whose_loss_is_not_finite_has_no_removal(bad: float) -> None:
+    assert np.isnan(measured(3, {None: bad, 1: bad})["removal"]).all()
 
 
 def test_blocks_are_spread_over_the_depth() -> None:

@@ -1,7 +1,7 @@
 """Probes against plain autograd, and the promise that they change nothing."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from normscale.models.builder import build
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients, depth_slope
 from normscale.probes.probe import Array, Hand, Probe, Reading, Subject, collect
-from normscale.probes.spikes import SpikeScore
 from normscale.probes.update import ModelUpdate
 from normscale.train.engine import Engine
 from normscale.train.loop import Trainer, summed_loss
@@ -30,6 +29,7 @@ class Notes:
         self.values: dict[int, Mapping[str, float]] = {}
         self.profiles: dict[tuple[int, str], Array] = {}
         self.events: list[dict[str, object]] = []
+        self.rows: list[Mapping[str, object]] = []
 
     def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None:
         self.values[step] = values
@@ -39,6 +39,9 @@ class Notes:
 
     def event(self, step: int, event: str, **fields: object) -> None:
         self.events.append({"step": step, "event": event, **fields})
+
+    def ledger(self, rows: Sequence[Mapping[str, object]]) -> None:
+        self.rows += rows
 
 
 def windows(steps: int, micro: int = 1, size: int = 4) -> list[list[MicroBatch]]:
@@ -109,9 +112,7 @@ def reading(probe: Probe) -> Reading:
 def test_each_step_is_folded_over_its_micro_batches_and_over_nothing_else(streams: int) -> None:
     probe = Activations()
     probe.attach(stub(streams, torch.zeros(4)))
-    rows = probe.forward_rows()
-    assert rows is not None
-    sites, generator = rows.view(4, 1 + streams, 3), torch.Generator().manual_seed(0)
+    sites, generator = probe.rows.view(4, 1 + streams, 3), torch.Generator().manual_seed(0)
     for step, size in ((1, 100.0), (2, 1.0), (3, 10.0)):  # the second and third are smaller than the first
         probe.begin(step)
         filled = []
@@ -134,13 +135,11 @@ def test_every_scalar_is_its_entry_of_a_profile() -> None:
     activations, gradients = Activations(), Gradients()
     for probe in (activations, gradients):
         probe.attach(stub(1, torch.tensor([16.0, 4.0, 64.0, 25.0])))
-    rows = activations.forward_rows()
-    assert rows is not None
     activations.begin(1)
     # [sum of squares, largest], over one target of width 4; neither end is the largest or the smallest.
     branch = [[256.0, 8.0], [16.0, 2.0], [64.0, 30.0], [64.0, 5.0]]  # RMS 8, 2, 4, 4
     stream = [[64.0, 7.0], [400.0, 20.0], [4.0, 3.0], [16.0, 6.0]]  # RMS 4, 10, 1, 2
-    rows.view(4, 2, 3)[..., :2] = torch.tensor([branch, stream]).transpose(0, 1)
+    activations.rows.view(4, 2, 3)[..., :2] = torch.tensor([branch, stream]).transpose(0, 1)
     activations.after_micro_batch({"decoder": 1})
     gradients.after_backward()
     assert reading(activations).scalars == {
@@ -148,8 +147,20 @@ def test_every_scalar_is_its_entry_of_a_profile() -> None:
         "stream_last": 2.0,
         "stream_max": 20.0,
         "branch_p50": 2.0,  # of 2, 1/5, 4 and 2
+        "stream_growth": pytest.approx(depth_slope(np.array([4.0, 10.0, 1.0, 2.0]))),
+        "headroom": pytest.approx(128 - math.log2(30.0)),
+        "headroom_layer": 2.0,
     }
-    assert reading(gradients).scalars == {"grad_first": 4.0, "grad_last": 5.0, "grad_p50": 4.5}
+    assert reading(gradients).scalars == {
+        "grad_first": 4.0,
+        "grad_last": 5.0,
+        "grad_p50": 4.5,
+        "grad_min": 2.0,
+        "grad_max": 8.0,
+        "grad_argmin": 1.0,
+        "grad_argmax": 2.0,
+        "grad_slope_now": pytest.approx(depth_slope(np.array([4.0, 2.0, 8.0, 5.0]))),
+    }
 
 
 def test_gradient_rows_are_those_of_plain_autograd() -> None:
@@ -270,36 +281,3 @@ def test_slope_of_a_power_law_and_of_vanished_gradients() -> None:
     assert depth_slope(np.where(n < 50, 0.0, n**2)) == pytest.approx(2.0)
     assert math.isnan(depth_slope(np.zeros(4)))
     assert math.isnan(depth_slope(np.ones(1)))
-
-
-def test_spike_score_counts_the_far_ones() -> None:
-    score = SpikeScore(window=50, warmup=30)
-    for i in range(100):
-        score.add(1.0 + 0.01 * (-1) ** i)
-    assert score.score == 0.0
-    score.add(9.0)
-    score.add(float("nan"))
-    assert score.score == 2 / 102
-    assert len(score.past) == 50
-    for value in (-9.0, 1.3):  # down as well as up, and 7 sigma, not 2
-        score.add(value)
-    assert score.spikes == 3
-
-
-@pytest.mark.parametrize(
-    ("before", "value", "spikes"),
-    [(40, 17.2, 1), (40, 16.8, 0), (40, 2.8, 1), (40, 3.2, 0), (30, 17.2, 1), (28, 17.2, 0), (28, math.inf, 1)],
-)
-def test_a_spike_is_seven_deviations_away_up_or_down_after_the_warm_up(before: int, value: float, spikes: int) -> None:
-    score = SpikeScore()
-    for i in range(before):
-        score.add(10.0 + (-1) ** i)  # mean 10, deviation 1
-    score.add(value)
-    assert (score.spikes, score.score) == (spikes, spikes / (before + 1))
-
-
-def test_rounding_is_no_spike() -> None:
-    score = SpikeScore()
-    for i in range(60):
-        score.add(3.0 + 1e-9 * i)
-    assert score.score == 0.0

@@ -195,11 +195,11 @@ def test_unmeasured_steps_fill_no_rows_and_leave_no_record() -> None:
     t, notes = trainer(every=3, probes=probes, steps=7), Notes()
     filled = []
     for window in windows(7):
-        assert t.rows is not None
-        t.rows.zero_()
+        assert t.buffers is not None
+        t.buffers.rows.zero_()
         t.step(window, notes)
-        filled.append(bool((t.rows[:, 0] > 0).all()))
-        assert filled[-1] or not t.rows.any()
+        filled.append(bool((t.buffers.rows[:, 0] > 0).all()))
+        assert filled[-1] or not t.buffers.rows.any()
     assert filled == [True, False, True, False, False, True, True]  # the first, every third, the last
     assert sorted(notes.values) == [1, 3, 6, 7]
     assert {step for step, _ in notes.profiles} == {1, 3, 6, 7}

@@ -33,7 +33,7 @@ from tests.train.test_scheme_hooks import Guest
 
 ROOT = Path(__file__).parents[2]
 STEPS = 9
-TIMES = ("tokens_s", "seconds", "checkpoint_s", "train_seconds", "tflops_s", "mfu")
+TIMES = ("tokens_s", "seconds", "checkpoint_s", "train_seconds", "tflops_s", "mfu", "probe_s")
 
 
 def config(runs: Path, *, every: int = 2, keep: int = 2, **parts: Any) -> RunConfig:
@@ -41,7 +41,7 @@ def config(runs: Path, *, every: int = 2, keep: int = 2, **parts: Any) -> RunCon
         "model": {"M": 2, "d": 16, "heads": 2, "context": 16, "dropout": 0.1},
         "data": {"max_bytes": 40_000},
         "train": {"steps": STEPS, "batch": 4, "eval_every": 3, "eval_batches": 2, "on_nonfinite": "skip"},
-        "probes": {"every": 2, "update": {"steps": [1, 8], "sequences": 2}},
+        "probes": {"every": 2, "update": {"steps": [1, 8], "sequences": 2}, "epsilon": {"every": 3}},
         "checkpoint": {"every": every, **({"keep": keep} if every else {})},
         "tracking": {"runs": str(runs), "uri": None},
     }
@@ -82,7 +82,7 @@ def check_same(one: Path, other: Path) -> None:
     assert tensors.keys() == others.keys()
     assert any(name.startswith("trainer/optimizer/0/") for name in tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, others[name]), name
+        torch.testing.assert_close(tensor, others[name], rtol=0, atol=0, equal_nan=True, msg=name)
     assert plain == other_plain
     check_records(read_run(one), read_run(other))
 
@@ -104,6 +104,8 @@ def check_records(one: RunRecord, other: RunRecord) -> None:
     assert told[0] == told[1]
     assert one.summary.keys() == other.summary.keys()
     moving = {*TIMES, "graphs", "peak_memory_bytes", "flops_per_step"}
+    moving |= {name for name in one.summary if name.endswith("_probe_s")}
+    assert one.ledger == other.ledger
     for name in one.summary.keys() - moving:
         np.testing.assert_array_equal(one.summary[name], other.summary[name], err_msg=name)
 

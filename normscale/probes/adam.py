@@ -1,0 +1,115 @@
+"""Where Adam's epsilon takes over from the gradient's own size."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normscale.probes.probe import Array, Hand, Probe, Reading, Subject, due_every
+from normscale.probes.segments import Run, SiteSquares
+from normscale.probes.stopwatch import Stopwatch
+
+PIECE = 2**22  # entries looked at together: what bounds the memory for intermediate results
+
+
+class AdamEpsilon(Probe):
+    """The share of each sublayer's entries with sqrt(v) < eps, and what eps takes away of the steps they make.
+
+    v is Adam's second moment with its bias corrected. A step is m / (sqrt(v) + eps); what is taken away is 1 minus the
+    sum of |step| over all entries over the same sum with eps = 0. Entries whose v has underflowed to 0 would make no
+    finite step with eps = 0, and are in the first sum alone: where there are such, what is taken away is more than
+    the number says, and the share is the one to go by. Gradients that shrink with depth show here as
+    sublayers that Adam no longer makes up for. An optimizer without second moments has no such numbers.
+
+    Measured every `every` steps and at the last, after the step; it reads the two moments of all parameters once.
+
+    Reference: Wortsman et al. 2023, arXiv:2309.14322, section 3.4 (the gradient's size against eps, by scale).
+    """
+
+    name = "adam"
+    stopwatch: Stopwatch
+
+    def __init__(self, *, every: int, last: int) -> None:
+        self.every, self.last = every, last
+        self.stopwatch = Stopwatch()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.sums: Tensor | None = None
+
+    def attach(self, subject: Subject) -> None:
+        assert subject.parameters is not None
+        self.device, self.sites = subject.device, len(subject.sites)
+        self.split, self.runs = subject.parameters.split, SiteSquares(subject.parameters).runs
+        self.entries, self.padding = np.zeros(self.sites), np.zeros(self.sites)
+        for site, both in enumerate(subject.parameters.sites):
+            for spans in both:
+                own = sum(stop - start for start, stop in spans)
+                self.entries[site] += own
+                self.padding[site] += spans[-1][1] - spans[0][0] - own if spans else 0
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def due(self, step: int) -> bool:
+        return due_every(step, self.every, self.last)
+
+    def begin(self, step: int) -> None:
+        self.sums = None
+
+    def after_step(self, step: int) -> None:
+        if self.due(step) and self.optimizer is not None:
+            with self.stopwatch.timing(self.device), torch.no_grad():
+                self.sums = self._sums(self.optimizer)
+
+    def hand_over(self) -> Mapping[str, Hand]:
+        return {} if self.sums is None else {"sums": Hand(self.sums, "first")}
+
+    def read(self, values: Mapping[str, Array]) -> Reading:
+        self.stopwatch.settle()
+        if "sums" not in values or np.isnan(values["sums"]).all():  # no step was applied yet
+            return Reading()
+        below, made, whole = values["sums"].reshape(self.sites, 3).T
+        below = below - self.padding  # whose moments are 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            taken = np.where(whole > 0, 1 - made / whole, np.nan)
+        profiles = {"adam_eps_share": below / self.entries, "adam_eps_taken": taken}
+        return Reading({"adam_eps_share": float(below.sum() / self.entries.sum())}, profiles)
+
+    def _sums(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Returns, for each site, the entries below eps and the two sums of steps; NaN before the first step.
+
+        Shape: result [sites, 3] fp64.
+        """
+        sums = torch.full((self.sites, 3), torch.nan, dtype=torch.float64, device=self.device)
+        groups = optimizer.param_groups
+        states = [optimizer.state.get(group["params"][0], {}) for group in groups]
+        if any("exp_avg_sq" not in state for state in states):
+            return sums
+        sums.zero_()
+        edges = []
+        for group, state in zip(groups, states, strict=True):
+            correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"], dtype=torch.float64)
+            edges.append((group["eps"] * correction.sqrt()).to(self.device, torch.float32))  # of sqrt(v) as it is kept
+        for run in self.runs:
+            for sites, start in _pieces(run, self.split):
+                which = int(start >= self.split)
+                place = ((len(sites), run.length), (run.stride, 1), start - which * self.split)
+                root = states[which]["exp_avg_sq"].as_strided(*place).float().sqrt()
+                size = states[which]["exp_avg"].as_strided(*place).float().abs()
+                made = size / (root + edges[which])
+                whole = (size / root).nan_to_num_(0.0, 0.0)  # where v is 0, eps alone has made the step: it is left out
+                found = ((root < edges[which]).sum(1).double(), made.sum(1).double(), whole.sum(1).double())
+                sums.index_add_(0, sites, torch.stack(found, dim=1))
+        return sums
+
+
+def _pieces(run: Run, split: int) -> Iterator[tuple[Tensor, int]]:
+    """Returns the sites and the start of pieces of a run, each of at most PIECE entries and in one of two tensors."""
+    most, first = max(1, PIECE // run.length), 0
+    while first < len(run.sites):
+        start = run.start + first * run.stride
+        count = min(most, len(run.sites) - first)
+        if start < split:
+            count = min(count, -(-(split - start) // run.stride))
+        yield run.sites[first : first + count], start
+        first += count
