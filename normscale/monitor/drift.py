@@ -1,0 +1,59 @@
+"""How far training has moved what the last block puts out, on a fixed batch."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscale.monitor.losses import StepProbe
+from normscale.monitor.rows import main_tensor
+from normscale.probes.probe import Subject
+from normscale.probes.replay import RandomState
+from normscale.probes.update import ModelUpdate
+
+
+class Drift(StepProbe, ModelUpdate):
+    """`ModelUpdate` of any model: F is what its last block puts out in evaluation mode, or of several, the last one."""
+
+    def __init__(
+        self, inner: nn.Module, block: nn.Module, forward: Callable[[], Any], device: torch.device, every: int
+    ) -> None:
+        super().__init__({}, steps=(1,), every=every)
+        features = output_of(inner, block, forward)
+        self.attach(Subject(sites=(), streams=1, width=0, device=device, features=features, gradient_squares=_none))
+
+
+def output_of(inner: nn.Module, block: nn.Module, forward: Callable[[], Any]) -> Callable[[Any], Tensor]:
+    """Returns a function that runs a forward pass and returns what a block puts out in it, with no trace left.
+
+    Modes of modules, which may differ, and random states are afterwards what they were.
+    """
+
+    def features(_: Any) -> Tensor:
+        seen: list[Tensor | None] = []
+        modes = [(module, module.training) for module in inner.modules()]
+        first = next(inner.parameters(), None)
+        random = RandomState.capture(torch.device("cpu") if first is None else first.device)
+        handle = block.register_forward_hook(lambda module, args, output: seen.append(main_tensor(output)))
+        inner.eval()
+        try:
+            eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+            with torch.no_grad(), eager:  # compiled, the model would pass the hook over
+                forward()
+        finally:
+            handle.remove()
+            random.restore()
+            for module, mode in modes:
+                module.training = mode
+        if not seen or seen[-1] is None:
+            raise ValueError("the last block was not run, or put out no tensor")
+        return seen[-1].float().clone()
+
+    return features
+
+
+def _none() -> Tensor:
+    return torch.empty(0)

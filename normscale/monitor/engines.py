@@ -1,0 +1,235 @@
+"""How a step is checked and applied: plain, DDP, FSDP2, and optimizers that Accelerate has prepared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from normscale.errors import BadInput
+from normscale.monitor.gradients import Gradients
+from normscale.monitor.pieces import is_dtensor
+from normscale.monitor.report import Reason
+
+
+def _nothing() -> None: ...
+
+
+def _ignored(gradients: Gradients | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a loop asks of one step.
+
+    Attributes:
+        optimizer: what it handed over.
+        loss: of the window: a tensor of one number, or a number.
+        scaler: torch's GradScaler, where the loop has one.
+        grad_norm: the gradient norm, where the loop has measured it; it may have clipped the gradients, too.
+        clip: the largest norm that gradients may have; None leaves them.
+        norm_wanted: whether the step is measured, so that the norm is asked for.
+        after_backward: called with the gradients when they are complete and not clipped yet; None where none are shown.
+        before_step: called just before the parameters change, where that can be known.
+    """
+
+    optimizer: Any
+    loss: Tensor | float
+    scaler: Any = None
+    grad_norm: Any = None
+    clip: float | None = None
+    norm_wanted: bool = False
+    after_backward: Callable[[Gradients | None], None] = _ignored
+    before_step: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an attempt; the reason is the same on every rank.
+
+    Attributes:
+        reason: why it was applied or not.
+        loss: on this rank.
+        norm: before clipping; None where it was not measured or cannot be had.
+        clipped: after clipping, likewise.
+        gradients: the gradients, where they can be looked at and nobody has clipped them.
+        scale: the loss scale of the step and the one after it.
+        intact: whether the parameters are those before the step, so that it can be replayed.
+    """
+
+    reason: Reason
+    loss: float
+    norm: float | None = None
+    clipped: float | None = None
+    gradients: Gradients | None = None
+    scale: tuple[float, float] | None = None
+    intact: bool = True
+
+    @property
+    def applied(self) -> bool:
+        return self.reason in ("applied", "applied although not finite")
+
+    @property
+    def bad(self) -> bool:
+        """Whether something was not finite, and not by the loss scale."""
+        return self.reason not in ("applied", "loss scale overflow")
+
+
+class Engine:
+    """One process, DistributedDataParallel or FSDP2: gradients lie in `.grad`, reduced, and the step is ours to make.
+
+    Under DDP every rank has the same gradients, to the bit, so that all decide alike without a word; where ranks hold
+    shards, or something else that is not known, one sum of three numbers a step makes them.
+    """
+
+    name = "plain"
+
+    def __init__(self, model: nn.Module) -> None:
+        several = dist.is_available() and dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self.ddp = isinstance(model, DistributedDataParallel)
+        self.name = "ddp" if self.ddp else "plain"
+        self._gradients: dict[int, Gradients] = {}
+        self._gathers = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks work together within forward and backward, so that none may leave a replay early."""
+        return self._gathers
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Returns the sum of `values` over ranks."""
+        return _reduced(values, dist.ReduceOp.SUM) if self.world > 1 else values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Returns the maximum of `values` over ranks; NaN must not be in it (gloo loses it)."""
+        return _reduced(values, dist.ReduceOp.MAX) if self.world > 1 else values
+
+    def learning_rate(self, optimizer: Any) -> float | None:
+        """Returns the learning rate of an optimizer's first group."""
+        return _rate(getattr(optimizer, "param_groups", None))
+
+    def attempt(self, asked: Attempt) -> Result | None:
+        """Checks the gradients and applies the step where all is finite; None while micro-batches are still to come."""
+        state = getattr(asked.optimizer, "gradient_state", None)  # of an optimizer that Accelerate has prepared
+        if state is not None and not state.sync_gradients:
+            return None
+        optimizer = asked.optimizer if state is None else asked.optimizer.optimizer
+        scaler = asked.scaler if state is None else asked.optimizer.scaler
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        gradients = self._gradients_of(optimizer)
+        if not gradients.fresh():
+            raise BadInput(
+                "monitor.step: no parameter of the optimizer has a gradient; call loss.backward() before it, and "
+                "optimizer.zero_grad() after it"
+            )
+        if gradients.sharded:
+            self.name, self._gathers = "fsdp2", True
+            if scaler is not None:
+                raise BadInput("monitor.step: a GradScaler with FSDP2 is not supported; use bf16, or DDP")
+        scale = None if scaler is None else float(scaler.get_scale())
+        found = None if scaler is None else _unscaled(scaler, optimizer)
+        asked.after_backward(gradients)
+        reason, loss, norm, total = self._judge(asked, gradients, found, scale)
+        clipped = norm
+        if reason == "applied":
+            if total is not None and asked.clip is not None and norm is not None:
+                gradients.scale_(torch.clamp(asked.clip / (total + 1e-6), max=1.0))  # as torch's clip_grad_norm_ does
+                clipped = norm * min(1.0, asked.clip / (norm + 1e-6))
+            asked.before_step()
+            if scaler is not None and state is None:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                asked.optimizer.step()
+            if state is not None and asked.optimizer.step_was_skipped:
+                reason = "skipped by the engine"
+        elif scaler is not None:
+            scaler.update()
+        scales = None if scale is None else (scale, float(scaler.get_scale()))
+        seen = gradients if asked.grad_norm is None else None
+        return Result(reason, loss, norm, clipped, seen, scales)
+
+    def _gradients_of(self, optimizer: Any) -> Gradients:
+        """Returns the gradients of an optimizer's parameters, as they are now."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        known = self._gradients.get(id(optimizer))
+        if known is None or not known.are(lists):
+            parameters = [p for own in lists for p in own]
+            known = self._gradients[id(optimizer)] = Gradients(parameters)
+        return known
+
+    def _judge(
+        self, asked: Attempt, gradients: Gradients, found: Tensor | None, scale: float | None
+    ) -> tuple[Reason, float, float | None, Tensor | None]:
+        """Returns the reason, this rank's loss, the norm, and the norm as a tensor where it is ours to clip with.
+
+        The host reads once: nobody could say without that whether to apply the step.
+        """
+        alike = self.world == 1 or (self.ddp and not gradients.sharded)
+        device = gradients.device
+        loss, norm, total = on_device(asked.loss, device), None, None
+        if asked.grad_norm is not None:
+            norm = on_device(whole(asked.grad_norm), device)
+        elif asked.clip is not None and alike and not gradients.sharded:
+            total = gradients.norm()
+            norm = total.double()
+        elif asked.clip is not None or asked.norm_wanted:
+            squares = gradients.squares().sum()
+            norm = (squares * self.world if alike else self.sum(squares)).sqrt()
+            total = norm.float()
+        flags = [flag for flag in (found, None if norm is None else ~torch.isfinite(norm)) if flag is not None]
+        bad = torch.stack([flag.double() for flag in flags]).amax() if flags else gradients.nonfinite().double()
+        numbers = torch.stack([loss, loss if norm is None else norm, bad, (~torch.isfinite(loss)).double()])
+        if not alike:
+            numbers[2:] = self.sum(numbers[2:])
+        value, size, any_bad, bad_losses = numbers.tolist()
+        if alike and self.world > 1:
+            # A loss that is not finite on one rank, while all gradients are, does no harm there: it is only counted.
+            bad_losses = float(self.sum(numbers[3:])) if any_bad else 0.0
+        reason: Reason = "applied"
+        if bad_losses:
+            reason = "non-finite loss"
+        elif any_bad and scale is not None and scale > 1.0:
+            reason = "loss scale overflow"
+        elif any_bad:
+            looked = asked.grad_norm is None and norm is not None
+            entries = not looked or float(gradients.nonfinite() if alike else self.sum(gradients.nonfinite())) > 0
+            reason = "non-finite gradient" if entries else "norm overflow"
+        return reason, value, None if norm is None else size, total if asked.clip is not None else None
+
+
+def on_device(number: Any, device: torch.device) -> Tensor:
+    """Returns a number, or a tensor of one, as a 0-d fp64 tensor on a device."""
+    if isinstance(number, Tensor):
+        return number.detach().to(device, torch.float64).reshape(())
+    return torch.full((), float(number), dtype=torch.float64, device=device)
+
+
+def whole(norm: Any) -> Any:
+    """Returns a norm that may be a DTensor as every rank has it."""
+    return cast(Any, norm).full_tensor() if isinstance(norm, Tensor) and is_dtensor(norm) else norm
+
+
+def _rate(groups: Any) -> float | None:
+    return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+
+def _reduced(values: Tensor, how: Any) -> Tensor:
+    values = values.clone()
+    dist.all_reduce(values, how)
+    return values
+
+
+def _unscaled(scaler: Any, optimizer: Any) -> Tensor:
+    """Takes the loss scale out of the gradients, once; returns whether some were not finite, as the scaler found."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"].name == "READY":
+        scaler.unscale_(optimizer)
+    elif state["stage"].name == "STEPPED":
+        raise BadInput("monitor.step: scaler.step was called already; leave the step to the monitor")
+    found: list[Tensor] = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+    return torch.stack([flag.reshape(()).to(found[0].device) for flag in found]).amax()

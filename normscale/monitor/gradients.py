@@ -1,0 +1,122 @@
+"""The gradients of what an optimizer steps: whether they are finite, and how large they are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normscale.monitor.pieces import grouped, is_dtensor, local, norms_of, shared_squares
+
+
+class Gradients:
+    """The gradients of some parameters, as far as this rank holds them.
+
+    Attributes:
+        parameters: those of an optimizer.
+        sharded: whether some are pieces of a DTensor, so that only sums over ranks say something of the whole.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.sharded = any(is_dtensor(p) for p in self.parameters)
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        # Of one device and dtype, and whole, as their gradients are then: no need to sort 16 000 of them each step.
+        kinds = {(p.device, p.dtype, p.numel() > 0) for p in self.parameters}
+        self._one_kind = len(kinds) == 1 and not self.sharded
+        self._scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._norms: Tensor | None = None
+
+    def are(self, lists: Sequence[Sequence[Tensor]]) -> bool:
+        """Returns whether these are the parameters in an optimizer's lists, by the first and last of each."""
+        at = 0
+        for own in lists:
+            end = at + len(own)
+            if end > len(self.parameters):
+                return False
+            if own and not (own[0] is self.parameters[at] and own[-1] is self.parameters[end - 1]):
+                return False
+            at = end
+        return at == len(self.parameters)
+
+    def fresh(self) -> bool:
+        """Forgets what is known of them, since backward has run again; returns whether there are any."""
+        self._norms = None
+        return any(p.grad is not None for p in self.parameters)
+
+    def present(self) -> list[Tensor]:
+        """Returns those parameters that have a gradient."""
+        return [p for p in self.parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def nonfinite(self) -> Tensor:
+        """Returns 1 if some gradient of this rank is not finite, else 0: a 0-d fp32 tensor on `device`.
+
+        The values stay what they are, to the bit: this is the check of torch's GradScaler with a scale of 1, one pass
+        over all tensors in place of one over each.
+        """
+        grads = [grad for p in self.parameters if (grad := p.grad) is not None]
+        try:
+            flags = [self._check(self.device, grads)] if self._one_kind else []
+        except NotImplementedError:  # of sparse ones
+            self._one_kind, flags = False, []
+        flags = flags or [self._check(device, pieces) for device, pieces in grouped(grads)]
+        return torch.cat(flags).amax() if flags else torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """Returns the L2 norm of each gradient that is present, in fp32 at least; worked out once a step.
+
+        Shape: result [number of parameters with a gradient].
+        """
+        if self._norms is None:
+            self._norms = norms_of([grad for p in self.parameters if (grad := p.grad) is not None])
+        return self._norms
+
+    def squares(self) -> Tensor:
+        """Returns this rank's share of the square of each gradient that is present; a sum over ranks gives the whole.
+
+        Shape: result [number of parameters with a gradient] fp64.
+        """
+        return shared_squares(self.norms(), [grad for p in self.parameters if (grad := p.grad) is not None])
+
+    def norm(self) -> Tensor:
+        """Returns the norm of gradients that are whole on this rank, a 0-d tensor: clip_grad_norm_'s, to the bit."""
+        grads = [grad for p in self.parameters if (grad := p.grad) is not None]
+        if self._one_kind and grads[0].dtype is torch.float32:
+            total: Tensor = torch.linalg.vector_norm(self.norms(), 2)
+        else:
+            total = torch.nn.utils.get_total_norm(grads)
+        return total
+
+    @torch.no_grad()
+    def scale_(self, factor: Tensor) -> None:
+        """Multiplies the gradients by a 0-d tensor, in place."""
+        for device, pieces in grouped([grad for p in self.parameters if (grad := p.grad) is not None]):
+            torch._foreach_mul_(pieces, factor.to(device))
+
+    def faults(self, names: Mapping[int, str]) -> list[dict[str, Any]]:
+        """Returns the parameters whose gradients are not finite, in their order, with counts; for an event."""
+        found = []
+        for p in self.present():
+            assert p.grad is not None
+            grad = local(p.grad)
+            if bool(torch.isfinite(grad).all()):
+                continue
+            nan, plus, minus = (int(c.sum()) for c in (torch.isnan(grad), torch.isposinf(grad), torch.isneginf(grad)))
+            counts = {"nan": nan, "pos_inf": plus, "neg_inf": minus, "of": grad.numel()}
+            kind = "NaN" if nan else "+Inf" if plus else "-Inf"
+            found.append({"name": names.get(id(p), "(not in the model)"), "kind": kind, **counts})
+        return found
+
+    def _check(self, device: torch.device, pieces: list[Tensor]) -> Tensor:
+        """Returns whether some tensor of one device is not finite.
+
+        Shape: result [1].
+        """
+        if device not in self._scratch:
+            self._scratch[device] = (torch.zeros(1, device=device), torch.ones(1, device=device))
+        found, one = self._scratch[device]
+        found.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(pieces, found, one)
+        return found.to(self.device, copy=True)

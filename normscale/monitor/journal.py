@@ -1,0 +1,147 @@
+"""What goes into the records of a monitored run, step by step."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from normscale.monitor.engines import Result
+from normscale.monitor.records import Records
+from normscale.probes.ledger import MOST_PENDING, Entry, Ledger, Tally, disagreements
+from normscale.probes.probe import Reading
+from normscale.probes.spikes import SpikeScore
+from normscale.tracking.record import Outcome
+
+STALLED = 5  # steps in a row that are not applied before an alarm is raised
+MOST_SPIKES_TOLD = 20
+
+
+class Journal:
+    """Keeps the ledger and the spike scores, and writes metrics, profiles and events."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.ledger = Ledger(STALLED)
+        self.spikes, self.grad_spikes = SpikeScore(), SpikeScore()
+        self.first_bad: tuple[int, int, str] | None = None
+        self.loss = math.nan
+        self._begun = time.perf_counter()
+        self._said: set[str] = set()
+
+    def add(
+        self,
+        step: int,
+        applied: int,
+        result: Result,
+        lr: float | None,
+        counts: Tally,
+        readings: Sequence[Reading] | None,
+    ) -> None:
+        """Takes in a step; writes it if it was measured (`readings` is not None), not applied, or stands out."""
+        entry = Entry(
+            step,
+            None if result.applied else result.reason,
+            lr,
+            result.norm,
+            result.clipped,
+            *(result.scale or (None, None)),
+        )
+        for event, fields in self.ledger.add(entry):
+            self.records.event(step, event, **fields)
+        measured = readings is not None
+        if self._spiked(step, result) or measured or result.bad or not result.applied:
+            self._write(step, applied, result, lr, readings or ())
+        if measured and (said := disagreements(entry, counts)):
+            self.records.event(step, "ledger", says="; ".join(said))
+        if rows := self.ledger.flush(at_least=1 if measured or not result.applied else MOST_PENDING):
+            self.records.ledger(rows)
+
+    def bad(self, step: int, result: Result, found: Mapping[str, Any], policy: str, in_a_row: int) -> None:
+        """Writes the event of a step that was not finite."""
+        if self.first_bad is None:
+            self.first_bad = (step, int(found["layer"]), str(found["parameter"]))
+        norm = {} if result.norm is None else {"grad_norm": result.norm}
+        scale = {"loss_scale": result.scale[0]} if result.scale else {}
+        said = {"reason": result.reason, "policy": policy, "in_a_row": in_a_row}
+        self.records.event(step, "nonfinite", loss=result.loss, **norm, **scale, **found, **said)
+
+    def once(self, step: int, event: str, warn: bool = False, **fields: Any) -> None:
+        """Writes an event the first time it is called for it, and says it on standard error, where asked."""
+        if event in self._said:
+            return
+        self._said.add(event)
+        self.records.event(step, event, **fields)
+        if warn and self.records.spool is not None:
+            print(f"normscale: {fields['says']}", file=sys.stderr, flush=True)
+
+    def end(self, outcome: Outcome, exit_code: int, steps: int, applied: int) -> None:
+        """Writes the end."""
+        if rows := self.ledger.flush():
+            self.records.ledger(rows)
+        bad_step, bad_layer, bad_parameter = self.first_bad or (-1, -1, "")
+        summary: dict[str, float | int | str] = {
+            "loss_train": self.loss,
+            "steps": steps,
+            "applied": applied,
+            "skipped": steps - applied,
+            "spike": self.spikes.score,
+            "bad_step": bad_step,
+            "bad_layer": bad_layer,
+            "bad_parameter": bad_parameter,
+            "seconds": time.perf_counter() - self._begun,
+        }
+        self.records.end(outcome, exit_code, summary)
+
+    def _spiked(self, step: int, result: Result) -> bool:
+        """Returns whether the loss or the gradient norm has spiked; what a loss scale has spoilt does not count."""
+        self.loss = result.loss
+        if result.reason == "loss scale overflow":
+            return False
+        spiked = False
+        for of, score, value in (("loss", self.spikes, result.loss), ("grad_norm", self.grad_spikes, result.norm)):
+            if value is not None and score.add(value):
+                spiked = True
+                if math.isfinite(value) and score.spikes <= MOST_SPIKES_TOLD:
+                    self.records.event(step, "spike", of=of, value=value)
+        return spiked
+
+    def _write(self, step: int, applied: int, result: Result, lr: float | None, readings: Sequence[Reading]) -> None:
+        overflow = result.reason == "loss scale overflow"
+        values: dict[str, float | None] = {
+            "loss_train": math.nan if result.reason == "non-finite loss" else result.loss,
+            "nonfinite": float(result.bad),
+            "skipped": float(step - applied),
+            "spike": self.spikes.score,
+            "spike_grad": self.grad_spikes.score if self.grad_spikes.count else None,
+            "grad_norm": result.norm,
+            "grad_norm_clipped": result.clipped if result.applied else None,
+            "lr": lr,
+            "loss_scale": result.scale[0] if result.scale else None,
+            "applied": float(applied),
+        }
+        for reading in readings:
+            values |= reading.scalars
+        known = {name: value for name, value in values.items() if value is not None}
+        if overflow:  # what the scale has spoilt says nothing of the model
+            known = {name: value for name, value in known.items() if math.isfinite(value)}
+        self.records.metrics(step, applied, known)
+        for reading in readings:
+            for name, profile in reading.profiles.items():
+                if not overflow:
+                    self.records.profile(step, name, profile)
+            for event, fields in reading.events:
+                self.records.event(step, event, **fields)
+
+
+def optimizer_steps(optimizer: Any) -> float | None:
+    """Returns how many steps an optimizer counts, where it says so without waiting for a device."""
+    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
+    if not groups or not groups[0]["params"] or not isinstance(state, Mapping):
+        return None
+    step = state.get(groups[0]["params"][0], {}).get("step")
+    if isinstance(step, Tensor):
+        return float(step) if step.device.type == "cpu" else None
+    return None if step is None else float(step)

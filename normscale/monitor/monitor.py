@@ -1,0 +1,364 @@
+"""Monitor: watches any training loop, and tells which value went bad first."""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from normscale.arguments import exit_code_of
+from normscale.errors import BadInput, NonFiniteStop
+from normscale.monitor.blocks import Blocks, find_blocks, inner_of, is_deepspeed, refuse
+from normscale.monitor.checks import check_hooks, check_settings, check_step
+from normscale.monitor.deepspeed import DeepSpeed
+from normscale.monitor.drift import Drift
+from normscale.monitor.engines import Attempt, Engine, Result
+from normscale.monitor.gradients import Gradients
+from normscale.monitor.journal import Journal, optimizer_steps
+from normscale.monitor.losses import Losses
+from normscale.monitor.parameters import BlockParameters
+from normscale.monitor.provenance import LossFn, Provenance, shallow
+from normscale.monitor.records import Records, check_ranks, facts
+from normscale.monitor.report import StepReport
+from normscale.monitor.rows import BlockRows
+from normscale.probes.culprit import Culprit
+from normscale.probes.guard import Guard
+from normscale.probes.ledger import Tally
+from normscale.probes.probe import Probe
+from normscale.tracking.record import USER, Outcome
+
+_P = TypeVar("_P", bound=Probe)
+
+_WATCHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Monitor]]" = weakref.WeakKeyDictionary()
+
+
+class Monitor:
+    """Watches a training loop over any `nn.Module`: plain PyTorch, Accelerate (DDP, FSDP2), DeepSpeed ZeRO 0 to 3.
+
+    A step whose loss or gradient is not finite is not applied. With `loss_fn` its micro-batches are run again, with the
+    same random numbers and hooks on every module, and the record names the first bad value: module, tensor, kind, pass,
+    micro-batch, rank. Every `every` steps it records what depth does: RMS of what each block puts out, of its gradient,
+    of its parameters' gradients and updates. Records go to a folder of their own under `runs`; `normscale show latest`
+    prints them, `normscale sync` brings them to MLflow.
+
+        monitor = normscale.Monitor(model, lambda model, batch: model(**batch).loss)
+        for step, batch in enumerate(batches):
+            with monitor.micro_batch(batch):
+                loss = model(**batch).loss
+                loss.backward()
+            report = monitor.step(optimizer, loss)  # in place of optimizer.step()
+            if report.applied:
+                scheduler.step()
+            optimizer.zero_grad()
+        monitor.close()
+
+    With gradient accumulation call `micro_batch` before each forward and `step` once a window, or, as Accelerate and
+    DeepSpeed have it, after every micro-batch: `step` then says "accumulating" until the window is complete. With
+    DeepSpeed hand over the engine in place of the optimizer, or Accelerate's optimizer, whose step was made within
+    `accelerator.backward`. Every rank makes a monitor and calls it alike; rank 0 writes.
+
+    It does not change training: no random numbers or gradients, and one number is read on the host a step. A step that
+    is not applied is undone in whole: buffers that its forward passes wrote, such as running averages, are put back, of
+    which a copy is kept each step. Micro-batches are kept by reference until the step is made: fill a new one each
+    time, else a replay has other numbers, which its record then says. A replay calls the model again, and with it the
+    loop's own forward hooks on modules and gradient hooks on parameters.
+    Hooks stay on the blocks until `close`. A copy of the model has none that work. A block that is replaced stops
+    reporting, which is recorded; a model that is moved goes on. What was compiled whole and run before has no hooks
+    that work, and is refused; re-entrant activation checkpointing, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None = None,
+        *,
+        name: str = "run",
+        runs: str | Path = "runs",
+        every: int = 50,
+        blocks: Blocks = None,
+        on_nonfinite: Literal["skip", "stop"] | int = "skip",
+        clip: float | None = None,
+        updates: bool = True,
+        update_batch: Any = None,
+        config: Mapping[str, Any] | None = None,
+        uri: str | None = None,
+    ) -> None:
+        """Attaches to a model, and begins a run's records.
+
+        Args:
+            model: The model as the loop calls it, in whatever wrapper; make the monitor before its first forward.
+            loss_fn: (model, micro-batch) -> its loss. Without it nothing can be replayed, and provenance is by the rows
+                of the blocks and by gradients, as the record then says.
+            name: Begins the name of the run's folder.
+            runs: The folder of all runs.
+            every: Steps between records; the first is recorded, too, and every one that is not applied.
+            blocks: The modules that are the rows over depth, as names, modules or a regular expression that whole names
+                match; None finds the lists of modules of one class. () leaves only the checks.
+            on_nonfinite: What to do after a step that is not finite: "skip" goes on, "stop" raises NonFiniteStop on
+                every rank, a number does so after so many in a row.
+            clip: The largest norm of the whole gradient, as in clip_grad_norm_; None leaves that to the loop.
+            updates: Record how far a step moves each block; a recorded step then holds a copy of their parameters.
+            update_batch: A micro-batch on which recorded steps measure how far what the last block puts out has moved
+                since the beginning (DeepNet's model update): a forward pass each time, by `loss_fn`.
+            config: Settings of the loop that the records should tell of, as {"lr": 1e-3}.
+            uri: An MLflow store, as "sqlite:///mlflow.db", that a process beside this one keeps up to date.
+
+        Raises:
+            BadInput: something that was given cannot be used, or the model is monitored already.
+        """
+        self.closed: bool = False
+        check_settings(model, loss_fn, every, on_nonfinite, clip, update_batch, uri)
+        check_ranks()
+        self.model, self.inner = model, inner_of(model)
+        other = _WATCHED.get(self.inner)
+        if other is not None and (watching := other()) is not None and not watching.closed:
+            raise BadInput("Monitor: this model is monitored already; close() that monitor first")
+        refuse(self.inner)
+        self.every, self.on_nonfinite, self.clip = every, on_nonfinite, clip
+        self.engine: Engine = DeepSpeed(model, model) if is_deepspeed(model) else Engine(model)
+        device = self._device()
+        named = find_blocks(self.inner, blocks)
+        drift = self._drift(update_batch, loss_fn, named, device) if update_batch is not None and loss_fn else None
+        self.records = Records(name, runs, self.engine.rank, self.engine.world)
+        self.run_id, self.run_dir, self.blocks = self.records.run_id, self.records.run_dir, list(named)
+        self.rows = BlockRows(named, device) if named else None
+        self.parameters = BlockParameters(named, device, updates) if named else None
+        self.losses = Losses(device)
+        probes: list[Probe] = [probe for probe in (self.losses, self.rows, self.parameters, drift) if probe is not None]
+        self.guard = Guard(probes, device, self.engine.rank, self.engine.world)
+        self.provenance = Provenance(self.inner, loss_fn, self.blocks)
+        self.journal = Journal(self.records)
+        self.steps = self.applied = self.in_a_row = 0
+        self._measured = self._measure_next = False
+        self._micro_batches, self._open = 0, False
+        self._sink: Any = None
+        _WATCHED[self.inner] = weakref.ref(self)
+        self._leave = weakref.finalize(self, _leave, self.rows, self.provenance, self.records)
+        self._leave.atexit = False  # without close() a run has no end, as if it had been killed
+        settings = {"every": every, "on_nonfinite": on_nonfinite, "clip": clip, "loss_fn": loss_fn is not None}
+        loop = {"loop": dict(config)} if config else {}
+        try:
+            self.records.start(
+                config={"name": name, "monitor": settings, **loop},
+                **facts(self.inner, device, self.engine.name, self.engine.world, self.blocks),
+            )
+            if uri is not None and self.engine.rank == 0:
+                self._sink = _start_sink(self.run_dir.parent, uri)
+        except BaseException:
+            self.closed = True
+            self._leave()
+            raise
+
+    def micro_batch(self, batch: Any = None) -> "MicroBatch":
+        """Begins a micro-batch: call it before the forward pass, or use it in a `with` around forward and backward."""
+        self._usable("micro_batch")
+        self._end_micro_batch()
+        if self._micro_batches == 0:
+            self.provenance.begin()
+            step = self.steps + 1
+            self._measured = step == 1 or step % self.every == 0 or self._measure_next
+            if self._measured:
+                self.guard.device = self.losses.device = device = self._device()
+                for probe in (self.rows, self.parameters):
+                    if probe is not None:
+                        probe.device = device
+                self.guard.call("begin", step)
+        self._micro_batches += 1
+        self.provenance.keep(batch, self._device())
+        self._open = True
+        if rows := self._live(self.rows):
+            rows.open()
+        return MicroBatch(batch, partial(self._end_micro_batch, (self.steps, self._micro_batches)))
+
+    def step(self, optimizer: Any, loss: Tensor | float, *, grad_norm: Any = None, scaler: Any = None) -> StepReport:
+        """Makes the optimizer's step if the loss and all gradients are finite; returns what came of it.
+
+        Args:
+            optimizer: The optimizer, or DeepSpeed's engine.
+            loss: Of the window, as it should be recorded; a tensor of one number, or a number.
+            grad_norm: The gradient norm before clipping, where the loop has measured it; the gradients are then not
+                looked at.
+            scaler: The loop's GradScaler, whose `step` and `update` are called in its place.
+
+        Raises:
+            NonFiniteStop: the step was not finite, and `on_nonfinite` says to stop; on every rank alike.
+            BadInput: the call makes no sense where it stands.
+        """
+        self._usable("step")
+        check_step(optimizer, loss)
+        if self._micro_batches == 0:
+            raise BadInput(
+                "monitor.step: no micro-batch since the last step; call monitor.micro_batch(batch) before each forward"
+            )
+        self._end_micro_batch()
+        if rows := self._live(self.rows):
+            check_hooks(rows, self.blocks, first=self.steps == 0)
+        engine = self._engine(optimizer)
+        asked = Attempt(
+            optimizer, loss, scaler, grad_norm, self.clip, self._measured,
+            after_backward=self._after_backward, before_step=lambda: self._call("before_step"),
+        )  # fmt: skip
+        result = engine.attempt(asked)
+        if result is None:
+            return StepReport(self.steps + 1, False, "accumulating")
+        self.steps += 1
+        self.applied += result.applied
+        self.in_a_row = self.in_a_row + 1 if result.bad else 0 if result.applied else self.in_a_row
+        self._call("after_step", self.steps)
+        self.provenance.end(result.applied)
+        if (late := self.provenance.late) and not result.bad:
+            self.journal.once(self.steps, "unavailable", what="buffers", says=f"{late[0]} could not be put back")
+        culprit = self._explain(engine, result) if result.bad else None
+        self._record(engine, optimizer, result)
+        measured, self._measured, self._micro_batches = self._measured, False, 0
+        # Without a replay only rows can tell a block: the next step has them, in case it goes wrong, too.
+        self._measure_next = result.bad and self.provenance.loss_fn is None and not measured
+        self.provenance.forget()
+        if result.bad and (self.on_nonfinite == "stop" or self._too_often()):
+            said = culprit.sentence() if culprit is not None else result.reason
+            self._end("nan", NonFiniteStop.exit_code)
+            again = f", {self.in_a_row} in a row" if self.in_a_row > 1 else ""
+            raise NonFiniteStop(f"stopped at step {self.steps}{again}: {said}; records: {self.run_dir}")
+        return StepReport(
+            self.steps, result.applied, result.reason, result.loss, result.norm, culprit, self.in_a_row, measured
+        )
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Records numbers of the loop's own at the step that was made last, as {"accuracy": 0.9}; rank 0's count."""
+        self._usable("log")
+        self.records.metrics(self.steps, self.applied, {USER + name: float(value) for name, value in values.items()})
+
+    def close(self) -> None:
+        """Ends the records and takes every hook off the model; a second call does nothing."""
+        if not self.closed:
+            well = self.applied > 0 or not self.steps
+            self._end("finished" if well else "nan", 0 if well else NonFiniteStop.exit_code)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.closed or error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._end("interrupted" if isinstance(error, KeyboardInterrupt) else "error", exit_code_of(error)[0])
+
+    def _drift(self, batch: Any, loss_fn: LossFn, named: Mapping[str, nn.Module], device: torch.device) -> Drift:
+        block = list(named.values())[-1] if named else self.inner
+        try:
+            return Drift(self.inner, block, lambda: loss_fn(self.inner, shallow(batch)), device, self.every)
+        except Exception as error:
+            message = f"Monitor(update_batch=...): its forward pass failed ({type(error).__name__}: {error})"
+            raise BadInput(message) from error
+
+    def _explain(self, engine: Engine, result: Result) -> Culprit | None:
+        """Records the event of a step that was not finite; returns its culprit."""
+        found = self.provenance.seek(engine, result, self._live(self.rows), self._device())
+        policy = self.on_nonfinite if isinstance(self.on_nonfinite, str) else f"stop after {self.on_nonfinite}"
+        self.journal.bad(self.steps, result, found, policy, self.in_a_row)
+        return Culprit.from_fields(found["culprit"]) if "culprit" in found else None
+
+    def _record(self, engine: Engine, optimizer: Any, result: Result) -> None:
+        """Writes what the step came to, if it is measured or was not applied."""
+        scale = result.scale[0] if result.scale else 1.0
+        if self.rows is not None:
+            self.rows.unscaled = 1.0 / scale
+        self.losses.add(self.steps, result.loss, result.reason == "applied" and not math.isfinite(result.loss))
+        readings = self.guard.collect(self.steps, engine.sum, engine.max) if self._measured else []
+        if readings:
+            profiles = {name: row for reading in readings for name, row in reading.profiles.items()}
+            self.provenance.profiles.append((self.steps, profiles))
+        changed = self.parameters.changed if self.parameters is not None and self._measured else None
+        counts = Tally(self.applied, optimizer_steps(optimizer) if self._measured else None, changed=changed)
+        lr = engine.learning_rate(optimizer)
+        self.journal.add(self.steps, self.applied, result, lr, counts, readings if self._measured else None)
+        for probe, reason in self.guard.news():
+            self.records.event(self.steps, "probe_off", probe=probe, reason=reason)
+        if (rows := self._live(self.rows)) and rows.silent:
+            self.journal.once(self.steps, "blocks_silent", blocks=rows.silent[:20], says="these blocks report nothing")
+        if (parameters := self._live(self.parameters)) and parameters.hidden:
+            says = f"{engine.name} shows no gradients of parameters: there are none by block"
+            self.journal.once(self.steps, "unavailable", what="grad_norm", says=says, warn=True)
+
+    def _live(self, probe: _P | None) -> _P | None:
+        """Returns the probe if this step is measured and it is not switched off."""
+        return probe if probe is not None and self._measured and probe in self.guard.active else None
+
+    def _too_often(self) -> bool:
+        return not isinstance(self.on_nonfinite, str) and self.in_a_row >= self.on_nonfinite
+
+    def _end(self, outcome: Outcome, exit_code: int) -> None:
+        self.closed = True
+        self._open = False
+        self.journal.end(outcome, exit_code, self.steps, self.applied)
+        self._leave()
+        if self._sink is not None:
+            from normscale.tracking.sink_process import finish_sink
+
+            finish_sink(self._sink)
+        with suppress(KeyError):
+            del _WATCHED[self.inner]
+
+    def _end_micro_batch(self, only: tuple[int, int] | None = None) -> None:
+        """Folds the micro-batch that is open, if one is, and if it is the one that is meant."""
+        if self._open and only in (None, (self.steps, self._micro_batches)):
+            self._open = False
+            self._call("after_micro_batch", {})
+
+    def _after_backward(self, gradients: Gradients | None) -> None:
+        if self.parameters is not None:
+            self.parameters.source = gradients
+        self._call("after_backward")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._measured:
+            self.guard.call(method, *arguments)
+
+    def _engine(self, optimizer: Any) -> Engine:
+        """Returns the engine; DeepSpeed's may become known only now."""
+        if is_deepspeed(optimizer) and not isinstance(self.engine, DeepSpeed):
+            self.engine = DeepSpeed(self.model, optimizer)
+        return self.engine
+
+    def _usable(self, method: str) -> None:
+        if self.closed:
+            raise BadInput(f"monitor.{method}: this monitor is closed; make a new one")
+
+    def _device(self) -> torch.device:
+        first = next(self.inner.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+
+class MicroBatch:
+    """A micro-batch between its begin and its end."""
+
+    def __init__(self, batch: Any, end: Callable[[], None]) -> None:
+        self.batch, self.end = batch, end
+
+    def __enter__(self) -> Any:
+        return self.batch
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
+def _leave(rows: BlockRows | None, provenance: Provenance, records: Records) -> None:
+    """Takes every hook off, and closes the records as they are."""
+    if rows is not None:
+        rows.detach()
+    provenance.detach()
+    records.close()
+
+
+def _start_sink(runs: Path, uri: str) -> Any:
+    from normscale.tracking.sink_process import start_sink
+
+    return start_sink(runs, uri)

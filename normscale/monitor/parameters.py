@@ -1,0 +1,109 @@
+"""The parameters of every block: how large their gradient is, and how far a step moves them."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from normscale.monitor.gradients import Gradients
+from normscale.monitor.losses import StepProbe
+from normscale.monitor.pieces import local, norms_of, shared_squares
+from normscale.probes.gradients import Gradients as SublayerGradients
+from normscale.probes.probe import Array, Hand, Reading
+
+
+class BlockParameters(StepProbe):
+    """L2 norm of the gradient of each block's parameters before clipping, and how far a step moves them.
+
+    The second is the norm of a block's change over that of the block before, of steps that are applied. It takes a
+    copy of the blocks' parameters for the time of the step. Where an engine shows no gradients (DeepSpeed's), there
+    is no such profile, rather than one of zeros.
+    """
+
+    name = "parameters"
+
+    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device, updates: bool) -> None:
+        self.blocks, self.device, self.updates = dict(blocks), device, updates
+        self.source: Gradients | None = None
+        self.hidden = False  # whether the last measured step showed no gradient
+        self.changed: float | None = None  # share of the blocks that it moved, where that could be seen
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        self.sums = torch.zeros(5, len(self.blocks), dtype=torch.float64, device=self.device)
+        self.own: list[list[Tensor]] = []
+        self.before: list[Tensor] = []
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        self.own = self._parameters()
+        if self.source is None:
+            return
+        place = {id(p): i for i, p in enumerate(self.source.present())}
+        groups = [[place[id(p)] for p in group if id(p) in place] for group in self.own]
+        self.sums[0] = torch.tensor([float(bool(group)) for group in groups])
+        if flat := [i for group in groups for i in group]:
+            self.sums[1] = self._by_block(self.source.squares()[torch.tensor(flat, device=self.source.device)], groups)
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        if self.updates:
+            pieces = [local(p) for group in self.own for p in group]
+            self.before = list(torch._foreach_neg(pieces)) if pieces else []
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        if not self.before:
+            return
+        flat = [p for group in self.own for p in group]
+        pieces = [local(p) for p in flat]
+        if any(old.shape != piece.shape for old, piece in zip(self.before, pieces, strict=True)):
+            return  # gathered or given away meanwhile: nothing to compare
+        lengths = norms_of(self.before)
+        torch._foreach_add_(self.before, pieces)
+        self.sums[2] = torch.tensor([float(any(local(p).numel() for p in group)) for group in self.own])
+        self.sums[3] = self._by_block(shared_squares(norms_of(self.before), flat), self.own)
+        self.sums[4] = self._by_block(shared_squares(lengths, flat), self.own)
+        self.before = []
+
+    def hand_over(self) -> Mapping[str, Hand]:
+        return {"sums": Hand(self.sums, "sum")}
+
+    def read(self, values: Mapping[str, Array]) -> Reading:
+        there, squares, compared, moved, size = values["sums"].reshape(5, len(self.blocks))
+        self.hidden = not there.any()
+        self.changed = float((moved[compared > 0] > 0).mean()) if compared.any() else None
+        reading = Reading()
+        if there.any():
+            reading = SublayerGradients().read({"squares": np.where(there > 0, squares, np.nan)})
+            if not there.all():
+                reading.scalars = {name: value for name, value in reading.scalars.items() if not math.isnan(value)}
+        if compared.any():
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = np.where((compared > 0) & (size > 0), np.sqrt(moved / size), np.nan)
+            reading.profiles["update_rel"] = ratio
+            if np.isfinite(ratio).any():
+                ends = {"update_rel_p50": np.nanmedian(ratio), "update_rel_max": np.nanmax(ratio)}
+                reading.scalars |= {name: float(value) for name, value in ends.items()}
+        return reading
+
+    def _parameters(self) -> list[list[Tensor]]:
+        """Returns the trained parameters of every block as they are now, each in the first block that has it."""
+        seen: set[int] = set()
+        found = []
+        for block in self.blocks.values():
+            own: list[Tensor] = [p for p in block.parameters() if p.requires_grad and id(p) not in seen]
+            seen.update(map(id, own))
+            found.append(own)
+        return found
+
+    def _by_block(self, squares: Tensor, groups: Sequence[Sequence[object]]) -> Tensor:
+        """Returns the sum over each group of what stands in a row.
+
+        Shape: squares [number of all members]; result [len(groups)] fp64.
+        """
+        owner = [i for i, group in enumerate(groups) for _ in group]
+        sums = torch.zeros(len(groups), dtype=torch.float64, device=self.device)
+        return sums.index_add_(0, torch.tensor(owner, device=self.device), squares.to(self.device))

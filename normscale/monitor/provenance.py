@@ -1,0 +1,282 @@
+"""Where a monitored step went wrong: by a replay of its micro-batches, by the rows of the blocks, or by gradients."""
+
+import copy
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from normscale.errors import ReplayRefused
+from normscale.monitor.engines import Engine, Result
+from normscale.monitor.rows import BlockRows, inert_hook
+from normscale.probes.agreement import agree
+from normscale.probes.buffers import WindowBuffers
+from normscale.probes.culprit import LOSS, Culprit
+from normscale.probes.names import plain_name
+from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of
+from normscale.probes.probe import Array
+from normscale.probes.replay import Kept, replay
+from normscale.probes.walk import Counts
+
+LossFn = Callable[[Any, Any], Tensor]
+"""(model, micro-batch) -> the loss that the loop calls backward on, up to a factor."""
+
+
+class Provenance:
+    """Keeps what a window began with, and seeks the culprit of a bad step.
+
+    That is its micro-batches, by reference, their random states, and the buffers that forward passes write.
+
+    Attributes:
+        late: buffers that the window at hand wrote to and that could not be put back.
+    """
+
+    def __init__(self, inner: nn.Module, loss_fn: LossFn | None, blocks: Sequence[str]) -> None:
+        self.inner, self.loss_fn, self.blocks = inner, loss_fn, list(blocks)
+        self.kept: list[Kept] = []
+        self.buffers, self.late = WindowBuffers(inner), list[str]()
+        self.profiles: deque[tuple[int, Mapping[str, Array]]] = deque(maxlen=RUN_UP)
+        self._around = Surroundings()
+        self._handle = inner.register_forward_pre_hook(self._around) if loss_fn is not None else None
+
+    def begin(self) -> None:
+        """Begins a window, before its first forward."""
+        self.buffers.begin()
+
+    def end(self, applied: bool) -> None:
+        """Ends a window: buffers stay as a step that is applied has left them, and are put back otherwise."""
+        self.late = []
+        if applied:
+            self.buffers.applied()
+        else:
+            self.late = self.buffers.put_back()
+
+    def keep(self, batch: Any, device: torch.device) -> None:
+        """Keeps a micro-batch that is about to run; the host does not wait."""
+        if self.loss_fn is not None:
+            self.kept.append(Kept.of(shallow(batch), device))
+
+    def forget(self) -> None:
+        """Forgets the window."""
+        self.kept.clear()
+
+    def detach(self) -> None:
+        """Takes the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self.kept.clear()
+
+    def seek(self, engine: Engine, result: Result, rows: BlockRows | None, device: torch.device) -> dict[str, Any]:
+        """Returns the fields of the event of a bad step, the culprit among them; every rank calls it, in the same step.
+
+        `rows` are those of the step, if it was measured.
+        """
+        faults, entries = self._faults(engine, result)
+        refused = ""
+        if result.reason == "norm overflow":
+            culprit = agree(Culprit.norm_overflow(entries, device, type(self.inner).__name__))
+        else:
+            found, refused = self._replayed(engine, result)
+            why = refused or "the replay was finite"
+            culprit = agree(found or self._by_less(rows, result, faults, device, why))
+        layer = -1 if culprit is None else self._layer(culprit)
+        run_up = [
+            {"step": step, **{name: float(row[layer]) for name, row in profiles.items()}}
+            for step, profiles in self.profiles
+            if layer >= 0
+        ]
+        return event_fields(
+            fault=_fault(result, faults),
+            layer=layer,
+            parameter=_parameter(culprit) or self._faulty(result, layer, faults),
+            faults=faults,
+            culprit=culprit,
+            run_up=run_up,
+            refused=refused,
+            buffers=self.late,
+        )
+
+    def _replayed(self, engine: Engine, result: Result) -> tuple[Culprit | None, str]:
+        """Returns this rank's culprit, and why there was no replay; a replay must never end a run that would go on."""
+        if self.loss_fn is None:
+            return None, "no loss_fn was given, so nothing was replayed"
+        if not result.intact:
+            return None, "the step was applied, so that it cannot be replayed"
+        loss_fn, scale = self.loss_fn, result.scale[0] if result.scale else 1.0
+
+        def loss_of(batch: Any) -> Tensor:
+            with self._around.again():
+                return loss_fn(self.inner, shallow(batch)) * scale
+
+        try:
+            return replay(self.inner, self.kept, loss_of, all_of_them=engine.gathers), ""
+        except ReplayRefused as error:
+            return None, str(error)
+        except Exception as error:
+            return None, f"the replay failed ({type(error).__name__}: {error})"
+
+    def _by_less(
+        self,
+        rows: BlockRows | None,
+        result: Result,
+        faults: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        why: str,
+    ) -> Culprit | None:
+        """Returns what there is without a replay; nothing where that fails, since the other ranks wait to agree."""
+        try:
+            return self._by_rows(rows, device, why) or self._by_rest(result, faults, device, why)
+        except Exception as error:
+            print(f"normscale: a non-finite step: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return None
+
+    def _by_rows(self, rows: BlockRows | None, device: torch.device, why: str) -> Culprit | None:
+        found = rows.found() if rows is not None else None
+        if found is None:
+            return None
+        kinds = [found.nonfinite if found.kind == kind else 0 for kind in ("NaN", "+Inf", "-Inf")]
+        return Culprit.found(
+            "backward" if found.backward else "forward",
+            Counts(kinds[0], kinds[1], kinds[2], found.numel),
+            module=found.block,
+            type=self._type(found.block),
+            tensor="gradient of output" if found.backward else "output",
+            device=device,
+            micro_batch=found.micro_batch,
+            order=found.order,
+            reproduced=False,
+            note=f"by rows of the blocks: in this one, or between it and the one {_side(found.backward)}; {why}",
+        )
+
+    def _by_rest(
+        self, result: Result, faults: Sequence[Mapping[str, Any]], device: torch.device, why: str
+    ) -> Culprit | None:
+        """Returns what the loss or the reduced gradients alone tell."""
+        if not math.isfinite(result.loss):
+            counts = Counts(
+                int(math.isnan(result.loss)), int(result.loss == math.inf), int(result.loss == -math.inf), 1
+            )
+            return Culprit.found(
+                "loss",
+                counts,
+                module=LOSS,
+                type="",
+                tensor="loss",
+                device=device,
+                reproduced=False,
+                note=f"the loss alone tells; {why}",
+            )
+        if not faults:
+            return None
+        last = faults[-1]  # backward begins at the end of the model
+        module, _, tensor = last["name"].rpartition(".")
+        replayed = self.loss_fn is not None and "finite" in why
+        return Culprit.found(
+            "reduction" if replayed else "backward",
+            Counts(last["nan"], last["pos_inf"], last["neg_inf"], last["of"]),
+            module=module,
+            type=self._type(module),
+            tensor=f"gradient of {tensor}",
+            device=device,
+            order=len(self.blocks),
+            reproduced=False,
+            note=f"by the gradients, of all ranks and micro-batches together; {why}",
+        )
+
+    def _faults(self, engine: Engine, result: Result) -> tuple[list[dict[str, Any]], int]:
+        """Returns the parameters whose gradients are not finite, on any rank, and the entries of all gradients."""
+        if result.gradients is None:
+            return [], 0
+        names = {id(p): plain_name(name) for name, p in self.inner.named_parameters()}
+        faults = result.gradients.faults(names)
+        entries = sum(p.numel() for p in result.gradients.parameters)
+        if not (result.gradients.sharded and engine.world > 1):
+            return faults, entries
+        gathered: list[list[dict[str, Any]]] = [[] for _ in range(engine.world)]
+        dist.all_gather_object(gathered, faults)
+        joined: dict[str, dict[str, Any]] = {}
+        for fault in (fault for own in gathered for fault in own):
+            known = joined.setdefault(fault["name"], fault | dict.fromkeys(("nan", "pos_inf", "neg_inf"), 0))
+            for key in ("nan", "pos_inf", "neg_inf"):
+                known[key] += fault[key]
+            known["kind"] = Counts(known["nan"], known["pos_inf"], known["neg_inf"], 0).kind
+        order = {name: i for i, name in enumerate(names.values())}
+        return sorted(joined.values(), key=lambda fault: order.get(fault["name"], -1)), entries
+
+    def _layer(self, culprit: Culprit) -> int:
+        """Returns the row of the block that a culprit lies in, -1 where it is outside of them."""
+        name = culprit.module if culprit.beside is None else culprit.beside
+        return next((i for i, block in enumerate(self.blocks) if f"{name}.".startswith(f"{block}.") or not block), -1)
+
+    def _faulty(self, result: Result, layer: int, faults: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the first parameter on the way back whose gradient is bad, of the culprit's block if it can be."""
+        if result.reason == "non-finite loss" or not faults:
+            return ""
+        names = [str(fault["name"]) for fault in faults]
+        here = [name for name in names if layer >= 0 and name.startswith(f"{self.blocks[layer]}.")]
+        return (here or names)[-1]
+
+    def _type(self, name: str) -> str:
+        modules = {plain_name(own): module for own, module in self.inner.named_modules()}
+        return type(modules[name]).__name__ if name in modules else ""
+
+
+class Surroundings:
+    """A hook on the model that notes the autocast it runs under, so that a replay can have the same."""
+
+    def __init__(self) -> None:
+        self._autocast: tuple[str, bool, torch.dtype, bool] | None = None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+        kind = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), kinds[0])
+        on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._autocast = (kind, on, dtype, torch.is_autocast_cache_enabled())
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Returns the context that was seen last."""
+        if self._autocast is None or not self._autocast[1]:
+            return nullcontext()
+        kind, on, dtype, cache = self._autocast
+        return torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cache)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return inert_hook()
+
+    def __reduce__(self) -> Any:
+        return inert_hook, ()
+
+
+def shallow(batch: Any) -> Any:
+    """Returns a batch whose outer container is its own, since losses pop labels from theirs."""
+    return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
+
+
+def _side(backward: bool) -> str:
+    return "after" if backward else "before"
+
+
+def _parameter(culprit: Culprit | None) -> str:
+    """Returns the name of the parameter that is the culprit, or whose gradient is; else ""."""
+    if culprit is None or not (culprit.phase == "parameter" or culprit.tensor.startswith("gradient of ")):
+        return ""
+    name = culprit.tensor.removeprefix("gradient of ")
+    if name.startswith(("output", "input")):
+        return ""
+    return f"{culprit.module}.{name}" if culprit.module else name
+
+
+def _fault(result: Result, faults: Sequence[Mapping[str, Any]]) -> str:
+    if result.reason == "norm overflow":
+        return NORM_OVERFLOW
+    kinds = [str(fault["kind"]) for fault in faults]
+    return fault_of(kinds, otherwise="loss" if result.reason == "non-finite loss" else "gradient")

@@ -1,0 +1,126 @@
+"""The records of a monitored run: their folder, one for all ranks, and what the first of them says."""
+
+import os
+import platform
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import normscale
+from normscale.errors import BadInput, StoreError
+from normscale.tracking.record import Outcome
+from normscale.tracking.spool import SpoolWriter
+
+
+class Records:
+    """Writes on rank 0; on every other rank it does nothing. `run_id` and `run_dir` are the same on all."""
+
+    def __init__(self, name: str, runs: str | Path, rank: int, world: int) -> None:
+        """Takes the run's name and the folder of all runs.
+
+        Raises:
+            BadInput: the name cannot be part of a folder's.
+            StoreError: the folder cannot be written, on whatever rank.
+        """
+        clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80]
+        if not clean:
+            raise BadInput(f"Monitor(name={name!r}): a name has letters or digits in it")
+        self.run_id = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        self.spool: SpoolWriter | None = None
+        runs, failed = Path(runs).absolute(), ""
+        if rank == 0:
+            try:
+                self.spool = SpoolWriter(runs / self.run_id, 1)
+            except StoreError as error:
+                failed = (
+                    str(error)
+                    .replace("tracking.runs: ", "", 1)
+                    .replace("tracking.runs=<folder>", "Monitor(runs=<folder>)")
+                )
+        if world > 1:
+            sent = [self.run_id, str(runs), failed]
+            dist.broadcast_object_list(sent, src=0)
+            self.run_id, runs, failed = sent[0], Path(sent[1]), sent[2]
+        if failed:
+            raise StoreError(f"Monitor: {failed}")
+        self.run_dir = runs / self.run_id
+
+    def start(self, **fields: Any) -> None:
+        if self.spool is not None:
+            self.spool.start(run_id=self.run_id, **fields)
+
+    def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None:
+        if self.spool is not None:
+            self.spool.metrics(step, applied, values)
+
+    def profile(self, step: int, name: str, data: Any) -> None:
+        if self.spool is not None:
+            self.spool.profile(step, name, data)
+
+    def event(self, step: int, event: str, **fields: Any) -> None:
+        if self.spool is not None:
+            self.spool.event(step, event, **fields)
+
+    def ledger(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self.spool is not None:
+            self.spool.ledger(rows)
+
+    def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, float | int | str]) -> None:
+        if self.spool is not None:
+            self.spool.end(outcome, exit_code, summary)
+
+    def close(self) -> None:
+        if self.spool is not None:
+            self.spool.close()
+
+
+def facts(inner: nn.Module, device: torch.device, engine: str, world: int, blocks: Sequence[str]) -> dict[str, Any]:
+    """Returns what the start record says of a model and of where it trains."""
+    cuda = device.type == "cuda"
+    parameters = list(inner.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    return {
+        "from_step": 0,
+        "identity": {
+            "device": device.type,
+            "device_name": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "world": world,
+        },
+        "environment": {
+            "normscale": normscale.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "host": platform.node(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
+        "model": {
+            "class": type(inner).__name__,
+            "params": sum(int(getattr(p, "ds_numel", p.numel())) for p in parameters),  # a shard's whole
+            "sites": len(blocks),
+        },
+        "engine": engine,
+        "precision_seen": {"params": ", ".join(dtypes)},
+        "rows": list(blocks),
+        "outer_run": os.environ.get("MLFLOW_RUN_ID"),
+    }
+
+
+def check_ranks() -> None:
+    """Raises BadInput where several ranks were started and cannot talk to each other: each would record a run."""
+    asked = os.environ.get("WORLD_SIZE", "1")
+    there = dist.is_available() and dist.is_initialized()
+    if asked.isdigit() and int(asked) > 1 and not there:
+        raise BadInput(
+            f"Monitor: WORLD_SIZE is {asked}, but torch.distributed is not initialised; make the monitor after "
+            "init_process_group, Accelerator() or deepspeed.initialize, so that all ranks write one run"
+        )

@@ -1,0 +1,296 @@
+"""The size of what every block puts out, and of its gradient: rows over depth, filled by hooks."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from normscale.monitor.losses import StepProbe
+from normscale.probes.gradients import depth_slope
+from normscale.probes.headroom import Headroom
+from normscale.probes.probe import Array, Hand, Reading
+
+FIRST_NAMES = ("hidden_states", "last_hidden_state", "output", "h", "x")  # of a block's outputs by name, the stream
+NORM, ABSMAX, NONFINITE, SUM = range(4)
+
+
+class BlockRows(StepProbe):
+    """RMS, largest absolute value, non-finite count and mean of every block's output, and the same of its gradient.
+
+    A forward hook on each block writes a row of one buffer; a hook on the output writes the gradient's row. Both work
+    on measured steps only, and a block that activation checkpointing runs again in backward is not counted again. A
+    block that runs several times in a micro-batch adds up in its row, and so do micro-batches.
+
+    Shape: now, sums [2n, ...] fp64: the n blocks' outputs, then their gradients.
+    """
+
+    name = "rows"
+    now: Tensor
+    sums: Tensor
+    maxima: Tensor
+    first: Tensor
+    micro_batch: int
+    calls: list[int]
+
+    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
+        self.blocks, self.device = list(blocks), device
+        self.on = False
+        self.failed: Exception | None = None
+        self.reentrant = ""  # the block that was seen to run again under re-entrant checkpointing
+        self.unscaled = 1.0  # factor that takes a loss scale out of the gradients
+        self.largest = math.inf  # largest number of the format that is computed in, once it was seen
+        self.headroom: Headroom | None = None
+        self.step = 0
+        self._place(device)
+        self._handles = [block.register_forward_hook(Hook(self, index)) for index, block in enumerate(blocks.values())]
+
+    def detach(self) -> None:
+        """Takes every hook off."""
+        self.on = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def begin(self, step: int) -> None:
+        self._place(self.device)
+        self.step = step
+        self.failed = None
+
+    def open(self) -> None:
+        """Lets the hooks measure, until `after_micro_batch`."""
+        self.on = True
+
+    def after_micro_batch(self, positions: Mapping[str, int] | None = None) -> None:
+        self.on = False
+        if self.failed is not None:
+            raise self.failed
+        self.sums[:, 0] += self.now[:, NORM].square()
+        self.sums[:, 1:] += self.now[:, NONFINITE:]
+        torch.maximum(self.maxima, self.now[:, ABSMAX], out=self.maxima)
+        bad = (self.now[:, NONFINITE] > 0) & (self.first < 0)
+        self.first = torch.where(bad, self.micro_batch, self.first)
+        self.micro_batch += 1
+        self.now.zero_()
+        self.calls = [0] * len(self.calls)
+
+    def hand_over(self) -> Mapping[str, Hand]:
+        counts = torch.tensor([self.seen, self.numel], dtype=torch.float64).to(self.device)
+        return {"counts": Hand(counts, "sum"), "sums": Hand(self.sums, "sum"), "maxima": Hand(self.maxima, "max")}
+
+    def read(self, values: Mapping[str, Array]) -> Reading:
+        n = len(self.blocks)
+        seen, numel = values["counts"].reshape(2, 2 * n)
+        squares, nonfinite, totals = values["sums"].reshape(2 * n, 3).T
+        missing = np.where(seen > 0, 0.0, np.nan)  # what was not seen is not zero
+        absmax, nonfinite = values["maxima"] + missing, nonfinite + missing
+        self.silent[:] = [name for name, times in zip(self.blocks, seen[:n], strict=True) if not times]
+        if len(self.silent) == n:
+            return Reading()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            stream = np.sqrt(squares[:n] / numel[:n])
+            share = np.abs(totals[:n] / numel[:n]) / stream
+        scalars = {"stream_first": stream[0], "stream_last": stream[-1], "stream_max": np.nanmax(absmax[:n])}
+        scalars["stream_growth"] = depth_slope(stream)
+        known = {
+            "stream_first": seen[0],
+            "stream_last": seen[n - 1],
+            "stream_growth": not np.isnan(scalars["stream_growth"]),
+        }
+        profiles = {
+            "stream_rms": stream,
+            "stream_absmax": absmax[:n],
+            "stream_nonfinite": nonfinite[:n],
+            "stream_mean_share": share,
+        }
+        if seen[n:].any():
+            gradients = np.sqrt(squares[n:]) * self.unscaled + missing[n:]
+            profiles |= {"stream_grad_norm": gradients, "stream_grad_absmax": absmax[n:] * self.unscaled}
+            profiles["stream_grad_nonfinite"] = nonfinite[n:]
+        if self.largest < math.inf:
+            if self.headroom is None:
+                self.headroom = Headroom(self.largest, n)
+            room = self.headroom.read(self.step, np.nan_to_num(absmax[:n], nan=0.0, posinf=np.inf))
+            scalars, profiles = scalars | room.scalars, profiles | room.profiles
+        return Reading({name: float(value) for name, value in scalars.items() if known.get(name, True)}, profiles)
+
+    def found(self) -> "Found | None":
+        """Returns the first row that was not finite on this rank, forward before backward; for an event."""
+        n = len(self.blocks)
+        first, nonfinite = self.first.tolist(), self.sums[:, 1].tolist()
+        total, most = self.sums[:, 2].tolist(), self.maxima.tolist()
+        bad = [i for i in range(2 * n) if nonfinite[i] > 0]
+        if not bad:
+            return None
+        at = min(first[i] for i in bad)
+        forward = [i for i in bad if i < n and first[i] == at]
+        row = forward[0] if forward else max(i for i in bad if first[i] == at)  # backward begins at the last block
+        # Of what is infinite, the sum has the sign.
+        kind = "NaN" if math.isnan(most[row]) else "-Inf" if total[row] == -math.inf else "+Inf"
+        order = row if row < n else 3 * n - 1 - row  # forward first, then backward from the last block on
+        return Found(self.blocks[row % n], row >= n, int(at), order, kind, int(nonfinite[row]), self.numel[row])
+
+    def _place(self, device: torch.device) -> None:
+        """Empties the buffers, on the device."""
+        rows = 2 * len(self.blocks)
+        self.now = torch.zeros(rows, 4, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(rows, 3, dtype=torch.float64, device=device)
+        self.maxima = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.first = torch.full((rows,), -1, device=device)
+        self.micro_batch = 0
+        self.calls, self.seen, self.numel = [0] * rows, [0] * rows, [0] * rows
+        self.quiet: set[int] = set()  # blocks that ran without building a graph
+        self.silent: list[str] = []
+
+    def forward(self, index: int, module: nn.Module, output: Any) -> None:
+        """Measures a block's output; never raises, since it runs amid someone's forward pass."""
+        try:
+            if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing runs the block again
+                if index in self.quiet:
+                    self.reentrant = self.reentrant or self.blocks[index]
+                return
+            x = main_tensor(output)
+            if x is None:
+                return
+            if not torch.is_grad_enabled():
+                if not module.training:
+                    return  # an evaluation between
+                self.quiet.add(index)
+            self.largest = min(self.largest, torch.finfo(_computed_in(x)).max)
+            self._write(index, x)
+            if x.requires_grad:
+                x.register_hook(  # type: ignore[no-untyped-call]
+                    partial(self._gradient, len(self.blocks) + index)
+                )
+        except Exception as error:
+            self.on, self.failed = False, error
+
+    def _gradient(self, row: int, gradient: Tensor) -> None:
+        """Measures a gradient; returns nothing, since what a tensor's hook returns would replace it."""
+        try:
+            if self.on:
+                self._write(row, gradient)
+        except Exception as error:
+            self.on, self.failed = False, error
+
+    def _write(self, row: int, x: Tensor) -> None:
+        with torch.no_grad():
+            values = block_statistics(x)
+            if self.calls[row]:
+                before, values = self.now[row], values.to(self.now)
+                values = torch.stack(
+                    [
+                        torch.hypot(before[NORM], values[NORM]),
+                        torch.maximum(before[ABSMAX], values[ABSMAX]),
+                        before[NONFINITE] + values[NONFINITE],
+                        before[SUM] + values[SUM],
+                    ]
+                )
+            self.now[row].copy_(values, non_blocking=True)
+        self.calls[row] += 1
+        self.seen[row] += 1
+        self.numel[row] += x.numel()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row that was not finite."""
+
+    block: str
+    backward: bool
+    micro_batch: int
+    order: int
+    kind: str
+    nonfinite: int
+    numel: int
+
+
+class Hook:
+    """The forward hook of one block; in a copy of the model, or one loaded from a file, it is an inert one."""
+
+    def __init__(self, rows: BlockRows, index: int) -> None:
+        self.rows, self.index = rows, index
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.rows.on:
+            if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+                eagerly(self.rows, self.index, module, output)
+            else:
+                self.rows.forward(self.index, module, output)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return inert
+
+    def __reduce__(self) -> Any:
+        return inert_hook, ()
+
+
+def inert(*args: Any) -> None:
+    """Does nothing."""
+
+
+def inert_hook() -> Any:
+    """Returns a hook that does nothing."""
+    return inert
+
+
+@_disable_dynamo  # unlike torch.compiler.disable it imports the compiler only when it is called
+def eagerly(rows: BlockRows, index: int, module: nn.Module, output: Any) -> None:
+    """Measures outside of any graph: a row number in one would make a graph of each block."""
+    rows.forward(index, module, output)
+
+
+def main_tensor(output: Any) -> Tensor | None:
+    """Returns the stream in what a block returned: the tensor, a named one, or the first of floating point."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    if isinstance(output, Mapping):
+        named = [output[name] for name in FIRST_NAMES if name in output]
+        return _first([*named, *output.values()])
+    if is_dataclass(output) and not isinstance(output, type):
+        values = {one.name: getattr(output, one.name) for one in fields(output)}
+        return main_tensor(values)
+    if isinstance(output, Sequence) and not isinstance(output, str | bytes):
+        return _first(output)
+    return None
+
+
+def _first(values: Sequence[Any]) -> Tensor | None:
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    return next((found for value in values if (found := main_tensor(value)) is not None), None) if values else None
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """Returns the format of the products around a tensor: autocast's where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def block_statistics(x: Tensor) -> Tensor:
+    """Returns [L2 norm, largest absolute value, number of non-finite entries, sum] of `x`, in fp32 at least.
+
+    A NaN makes all but the third NaN. It takes no copy of `x` in a wider dtype.
+
+    Shape: x any; result [4].
+    """
+    x = x.detach()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.numel() == 0:
+        return torch.zeros(4, dtype=wide, device=x.device)
+    low, high = torch.aminmax(x)  # a tenth of what the maximum norm takes on a CPU
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(x, dtype=wide),
+            torch.maximum(-low, high).to(wide),
+            torch.count_nonzero(x - x).to(wide),  # what is not finite is NaN then, and NaN is not 0
+            x.sum(dtype=wide),
+        ]
+    )

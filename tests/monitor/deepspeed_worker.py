@@ -1,0 +1,94 @@
+"""One rank of DeepSpeed on the CPU: ZeRO as STAGE says, in PRECISION, driven by itself or through Accelerate.
+
+It is started as `python -m tests.monitor.deepspeed_worker STAGE PRECISION DRIVER OUT`.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import normscale
+from normscale.errors import BadInput
+from tests.monitor.made import Poison, batches, loss_fn, marked, net
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+
+STAGE, PRECISION, DRIVER, OUT = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 5,
+    "gradient_accumulation_steps": 2,
+    "train_batch_size": 10 * WORLD,
+    "zero_optimization": {"stage": STAGE},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "gradient_clipping": 0.5,
+    "zero_allow_untested_optimizer": True,
+}
+if PRECISION == "bf16":
+    CONFIG["bf16"] = {"enabled": True}
+
+
+def state_of(engine: Any) -> list[torch.Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if STAGE == 0:
+        return [p.detach().clone() for p in engine.module.parameters()]
+    return [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+
+
+def main() -> None:
+    model = net(3)
+    said: dict[str, Any] = {"reports": [], "weights": [], "refused": ""}
+    accelerator = optimizer = None
+    if DRIVER == "accelerate":
+        from accelerate import Accelerator, DeepSpeedPlugin
+        from accelerate.utils import DummyOptim
+
+        plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # it would leave DeepSpeed out
+        deepspeed.init_distributed(dist_backend="gloo")
+        accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+        engine, optimizer = accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-2))
+    else:
+        deepspeed.init_distributed(dist_backend="gloo")
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    dtype = torch.bfloat16 if PRECISION == "bf16" else torch.float32
+    Poison(engine.module, "blocks.1.proj")
+    monitor = normscale.Monitor(engine, loss_fn, runs=OUT / "runs", every=2)
+    data = [batch.to(dtype) for batch in batches(12, seed=10 + RANK)]
+    try:
+        for index, batch in enumerate(data):
+            if RANK == WORLD - 1 and index == 5:  # the second micro-batch of step 3
+                batch = marked(batch)
+            if accelerator is not None:
+                with accelerator.accumulate(engine), monitor.micro_batch(batch):
+                    loss = loss_fn(engine, batch)
+                    accelerator.backward(loss)
+                    report = monitor.step(optimizer, loss)
+            else:
+                with monitor.micro_batch(batch):
+                    loss = loss_fn(engine, batch)
+                    engine.backward(loss)
+                report = monitor.step(engine, loss)
+            culprit = report.culprit.fields() if report.culprit is not None else None
+            said["reports"].append((report.step, report.applied, report.reason, report.grad_norm, culprit))
+            if report.reason != "accumulating":
+                said["weights"].append(state_of(engine))
+    except BadInput as error:
+        said["refused"] = str(error)
+    said["run_id"] = monitor.run_id
+    monitor.close()
+    torch.save(said, OUT / f"rank{RANK}.pt")
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,96 @@
+"""Models that are compiled: hooks work, or their absence is an error; never an empty record."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import normscale
+from normscale.errors import BadInput
+from tests.monitor.made import Net, adamw, batches, loss_fn, net, record
+
+FORMS = ("forward", "wrapper", "in place", "model", "model in place")
+
+
+def compiled(model: Net, form: str) -> nn.Module:
+    torch._dynamo.reset()
+    counters.clear()
+    for i, block in enumerate(list(model.blocks)):
+        if form == "forward":
+            block.forward = torch.compile(block.forward, backend="eager")  # type: ignore[method-assign]
+        elif form == "wrapper":
+            model.blocks[i] = torch.compile(block, backend="eager")
+        elif form == "in place":
+            block.compile(backend="eager")
+    if form == "model in place":
+        model.compile(backend="eager")
+    return torch.compile(model, backend="eager") if form == "model" else model  # type: ignore[return-value]
+
+
+def run(model: nn.Module, inner: Net, data: list[Tensor], monitor: "normscale.Monitor | None") -> list[Tensor]:
+    optimizer = adamw(inner)
+    for batch in data:
+        if monitor is not None:
+            monitor.micro_batch(batch)
+        loss = loss_fn(model, batch)
+        loss.backward()
+        if monitor is not None:
+            monitor.step(optimizer, loss)
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in inner.parameters()]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_hooks_work_or_the_monitor_refuses(form: str, late: bool, tmp_path: Path) -> None:
+    """PR-011: hooks that are added to a model that was compiled and run never run, without a word."""
+    inner = net(12)
+    for block in inner.blocks:
+        block.drop.p = 0.0
+    bare = run(inner, inner, batches(4), None)
+    inner = net(12)
+    for block in inner.blocks:
+        block.drop.p = 0.0
+    model = compiled(inner, form)
+    if late:
+        loss_fn(model, batches(1)[0])
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=2)
+    if late and form.startswith("model"):
+        with pytest.raises(BadInput, match="compiled and run before, hooks are passed over"):
+            run(model, inner, batches(4), monitor)
+        monitor.close()
+        return
+    seen = run(model, inner, batches(4), monitor)
+    assert all(torch.equal(a, b) for a, b in zip(seen, bare, strict=True))
+    profiles = record(monitor).profiles
+    for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel"):
+        assert profiles[name].data.shape == (3, 12)
+        assert np.isfinite(profiles[name].data).all()
+        assert (profiles[name].data > 0).all()
+    assert counters["stats"]["unique_graphs"] <= 3  # and not one a block
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_the_culprit_inside_a_compiled_block_is_named(form: str, tmp_path: Path) -> None:
+    inner = net(3)
+    with torch.no_grad():
+        inner.blocks[1].proj.weight[0, 0] = torch.nan
+    model = compiled(inner, form)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    batch = batches(1)[0]
+    with monitor.micro_batch(batch):
+        loss = loss_fn(model, batch)
+        loss.backward()
+    report = monitor.step(adamw(inner), loss)
+    assert report.culprit is not None
+    assert (report.culprit.module, report.culprit.phase, report.culprit.tensor) == (
+        "blocks.1.proj",
+        "parameter",
+        "weight",
+    )
+    monitor.close()

@@ -1,0 +1,307 @@
+"""Steps that are not finite: not applied, explained, and what comes after."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normscale
+from normscale.cli import main
+from normscale.errors import BadInput, NonFiniteStop
+from tests.monitor.made import Poison, adamw, batches, events, loss_fn, marked, net, record, train
+
+INF = float("inf")
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    kept = [p.detach().clone() for p in model.parameters()]
+    return kept + [
+        value.clone() for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "value", "backward", "phase", "kind", "tensor"),
+    [
+        ("blocks.1.proj", math.nan, False, "forward", "NaN", "output"),
+        ("blocks.2.norm", INF, False, "forward", "+Inf", "output"),
+        ("blocks.0.drop", -INF, False, "forward", "-Inf", "output"),
+        ("head", math.nan, False, "forward", "NaN", "output"),
+    ],
+)
+def test_the_first_bad_value_is_named_and_the_step_not_applied(
+    module: str, value: float, backward: bool, phase: str, kind: str, tensor: str, tmp_path: Path
+) -> None:
+    model = net(3)
+    Poison(model, module, value, backward)
+    optimizer = adamw(model)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    data = batches(3)
+    data[1] = marked(data[1])
+    train(model, monitor, data[:1], optimizer=optimizer)
+    before = state_of(model, optimizer)
+    (bad,) = train(model, monitor, data[1:2], optimizer=optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(model, optimizer), before, strict=True))
+    assert (bad.applied, bad.step, bad.in_a_row) == (False, 2, 1)
+    assert bad.reason == ("non-finite gradient" if module == "blocks.2.norm" else "non-finite loss")  # tanh(inf) is 1
+    assert bad.culprit is not None
+    assert bad.culprit.reproduced
+    assert (bad.culprit.module, bad.culprit.phase, bad.culprit.kind) == (module, phase, kind)
+    assert bad.culprit.tensor.startswith(tensor)
+    (good,) = train(model, monitor, data[2:], optimizer=optimizer)
+    assert good.applied
+    assert good.in_a_row == 0
+    found = record(monitor)
+    (event,) = events(found, "nonfinite")
+    assert event["culprit"]["module"] == module
+    assert (event["step"], event["policy"], event["in_a_row"]) == (2, "skip", 1)
+    if module.startswith("blocks"):
+        assert found.start["rows"][event["layer"]] == module.rpartition(".")[0]
+        assert [entry["step"] for entry in event["run_up"]] == [1]
+        assert event["run_up"][0]["stream_rms"] == pytest.approx(
+            float(found.profiles["stream_rms"].data[0, event["layer"]])
+        )
+
+
+def test_a_gradient_that_goes_wrong_on_the_way_back_is_told_from_the_forward(tmp_path: Path) -> None:
+    model = net(3)
+    Poison(model, "blocks.1.proj", backward=True)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    (report,) = train(model, monitor, [marked(batches(1)[0])])
+    assert report.reason == "non-finite gradient"
+    assert report.culprit is not None
+    assert report.culprit.phase == "backward"
+    assert report.culprit.module.startswith("blocks.1")
+    assert math.isfinite(report.loss or 0)
+    monitor.close()
+
+
+def test_one_micro_batch_of_four_is_named_with_dropout_drawn_as_it_was(tmp_path: Path) -> None:
+    model = net(2)
+    Poison(model, "blocks.1.proj")
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    data = batches(4)
+    data[2] = marked(data[2])
+    after: list[Tensor] = []
+    (report,) = train(model, monitor, data, accumulate=4)
+    after.append(torch.rand(1))
+    assert report.culprit is not None
+    assert (report.culprit.micro_batch, report.culprit.module) == (2, "blocks.1.proj")
+    torch.manual_seed(0)  # what `net` begins with; the same draws without a monitor
+    model = net(2)
+    for batch in data:
+        loss_fn(model, batch)
+    assert torch.equal(torch.rand(1), after[0])
+    monitor.close()
+
+
+def test_a_loss_function_that_takes_its_batch_apart_can_be_replayed(tmp_path: Path) -> None:
+    model = net(2)
+    Poison(model, "blocks.0.proj")
+
+    def popping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        target = batch.pop("target")
+        return (model(batch.pop("x")) - target).square().mean()
+
+    monitor = normscale.Monitor(model, popping, runs=tmp_path)
+    batch = {"x": marked(batches(1)[0]), "target": torch.ones(5, 2)}
+    with monitor.micro_batch(batch):
+        loss = popping(model, batch)
+        loss.backward()
+    report = monitor.step(adamw(model), loss)
+    assert report.culprit is not None
+    assert report.culprit.module == "blocks.0.proj"
+    monitor.close()
+
+
+def test_the_replay_runs_under_the_loops_autocast(tmp_path: Path) -> None:
+    model = net(2)
+    with torch.no_grad():
+        model.blocks[1].proj.weight.fill_(1e4)
+        model.blocks[1].proj.weight.requires_grad_(False)
+    monitor = normscale.Monitor(model, lambda model, batch: model(batch).float().sum(), runs=tmp_path)
+    seen: list[torch.dtype] = []
+    model.blocks[0].proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    Poison(model, "blocks.0.proj")
+    batch = marked(batches(1)[0])
+    with monitor.micro_batch(batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch).float().sum()
+        loss.backward()
+    report = monitor.step(adamw(model), loss)
+    assert report.culprit is not None
+    assert len(seen) > 1
+    assert set(seen) == {torch.bfloat16}
+    monitor.close()
+
+
+def test_without_a_loss_function_rows_tell_the_block_and_say_so(tmp_path: Path) -> None:
+    """The first bad step is not measured, so that gradients alone tell; the next one has rows."""
+    model = net(4)
+    Poison(model, "blocks.2.drop", INF)
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    data = batches(1) + [marked(batch) for batch in batches(2)]
+    reports = train(model, monitor, data)
+    assert [report.applied for report in reports] == [True, False, False]
+    first, second = reports[1].culprit, reports[2].culprit
+    assert first is not None
+    assert second is not None
+    assert not first.reproduced
+    assert "no loss_fn was given" in first.note
+    assert first.module == "(loss)"
+    assert (second.module, second.phase, second.kind, second.nan + second.pos_inf) == ("blocks.2", "forward", "+Inf", 1)
+    assert "by rows of the blocks" in second.note
+    assert [event["layer"] for event in events(record(monitor), "nonfinite")] == [-1, 2]
+
+
+def test_without_a_loss_function_backward_rows_tell_the_last_block_first(tmp_path: Path) -> None:
+    model = net(4)
+    Poison(model, "blocks.2.proj", backward=True)
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    (report,) = train(model, monitor, [marked(batches(1)[0])])
+    assert report.culprit is not None
+    # The gradient of block 1's output is the first that a row shows: it went wrong in block 2.
+    assert (report.culprit.module, report.culprit.phase) == ("blocks.1", "backward")
+    assert "between it and the one after" in report.culprit.note
+    monitor.close()
+
+
+def test_a_norm_of_finite_gradients_that_overflows_is_told_from_a_bad_gradient(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    monitor = normscale.Monitor(model, lambda model, batch: model(batch).sum(), runs=tmp_path)
+    batch = torch.full((1, 2), 1e30)
+    with monitor.micro_batch(batch):
+        loss = model(batch).sum()
+        loss.backward()
+    report = monitor.step(torch.optim.SGD(model.parameters(), 1e-40), loss)
+    assert report.reason == "norm overflow"
+    assert report.culprit is not None
+    assert report.culprit.phase == "norm"
+    (event,) = events(record(monitor), "nonfinite")
+    assert event["fault"].startswith("norm overflow")
+    assert event["parameters_bad"] == 0
+
+
+def test_the_log_has_the_bad_step_and_what_became_of_the_parameters(tmp_path: Path) -> None:
+    """PR-013: NaN at step 3 of 6."""
+    model = net(2)
+    Poison(model, "head")
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=1)
+    data = batches(6)
+    data[2] = marked(data[2])
+    train(model, monitor, data)
+    found = record(monitor)
+    assert math.isnan(found.series["loss_train"].values[2])
+    assert found.series["nonfinite"].values == [0, 0, 1, 0, 0, 0]
+    assert found.series["skipped"].values == [0, 0, 1, 1, 1, 1]
+    assert found.series["applied"].values == [1, 2, 2, 3, 4, 5]
+    assert [math.isfinite(x) for x in found.series["loss_train"].values] == [True, True, False, True, True, True]
+    assert found.end is not None
+    assert found.end["outcome"] == "finished"
+    assert found.summary["bad_step"] == 3
+
+
+def test_a_gradient_of_inf_is_recorded_before_clipping_and_leaves_the_optimizer_alone(tmp_path: Path) -> None:
+    """PR-014: gradients [1, 2, 3] and [1, inf, 3], clipped at 1."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+        def forward(self, factors: Tensor) -> Tensor:
+            return (self.first * torch.tensor([1.0, 2.0, 3.0]) + self.second * factors).sum()
+
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor = normscale.Monitor(model, runs=tmp_path, blocks=(), clip=1.0)
+    factors = torch.tensor([1.0, 2.0, 3.0])
+    with monitor.micro_batch():
+        loss = model(factors)
+        loss.backward()
+    assert monitor.step(optimizer, loss).applied
+    before = state_of(model, optimizer)
+    optimizer.zero_grad()
+    with monitor.micro_batch():
+        loss = model(factors)
+        loss.backward()
+    assert model.second.grad is not None
+    model.second.grad[1] = INF
+    report = monitor.step(optimizer, loss)
+    assert not report.applied
+    assert all(torch.equal(a, b) for a, b in zip(state_of(model, optimizer), before, strict=True))
+    (event,) = events(record(monitor), "nonfinite")
+    assert [(bad["name"], bad["kind"], bad["pos_inf"], bad["nan"]) for bad in event["parameters"]] == [
+        ("second", "+Inf", 1, 0)
+    ]
+    assert event["parameter"] == "second"
+
+
+@pytest.mark.parametrize(("policy", "stops_at"), [("skip", None), ("stop", 2), (2, 3), (3, None)])
+def test_policies(policy: Any, stops_at: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = net(2)
+    Poison(model, "blocks.1.proj")
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, on_nonfinite=policy)
+    data = batches(5)
+    data[1], data[2] = marked(data[1]), marked(data[2])
+    if stops_at is None:
+        assert [report.applied for report in train(model, monitor, data)] == [True, False, False, True, True]
+        assert record(monitor).end["outcome"] == "finished"  # type: ignore[index]
+        return
+    with pytest.raises(NonFiniteStop, match=r"stopped at step .*NaN in output.*blocks\.1\.proj.*records: ") as stopped:
+        train(model, monitor, data)
+    assert monitor.steps == stops_at
+    assert stopped.value.exit_code == 3
+    found = record(monitor)
+    assert found.end is not None
+    assert (found.end["outcome"], found.end["exit_code"]) == ("nan", 3)
+    with pytest.raises(BadInput, match="this monitor is closed"):
+        monitor.micro_batch(data[0])
+    assert main(["show", monitor.run_id, "--runs", str(tmp_path)]) == 0
+    assert "blocks.1" in capsys.readouterr().out
+
+
+def test_a_model_that_ends_on_its_own_error_says_so(tmp_path: Path) -> None:
+    for error, outcome in ((ValueError("mine"), "error"), (KeyboardInterrupt(), "interrupted")):
+        with pytest.raises(type(error)), normscale.Monitor(net(1), runs=tmp_path) as monitor:
+            raise error
+        end = record(monitor).end
+        assert end is not None
+        assert end["outcome"] == outcome
+
+
+def test_spikes_and_alarms_are_events(tmp_path: Path) -> None:
+    model = net(2)
+    Poison(model, "head")
+    monitor = normscale.Monitor(model, runs=tmp_path, blocks=())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = [batch.clamp(-1, 1) for batch in batches(40)]
+    data[35] = 100 * data[35]
+    train(model, monitor, data, optimizer=optimizer)
+    train(model, monitor, [marked(batch) for batch in batches(6)], optimizer=optimizer)
+    found = record(monitor)
+    assert [(event["step"], event["of"]) for event in events(found, "spike")] == [(36, "loss")]
+    (alarm,) = events(found, "stalled")
+    assert (alarm["step"], alarm["in_a_row"], alarm["reasons"]) == (45, 5, "non-finite loss x5")
+
+
+def test_a_step_that_is_not_applied_leaves_no_trace_in_the_state(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    Poison(model, "2")
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    batch = marked(batches(1)[0])
+    before = copy.deepcopy(model.state_dict())
+    with monitor.micro_batch(batch):
+        loss = loss_fn(model, batch)
+        loss.backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+    monitor.step(adamw(model), loss)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(after, grads, strict=True))
+    monitor.close()

@@ -1,0 +1,86 @@
+"""Two real ranks: all decide alike, know the same culprit, and write one run."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from normscale.tracking.reader import RunRecord, read_run
+from tests.integration.ranks import run_two
+from tests.monitor.made import events
+
+pytestmark = pytest.mark.slow
+
+Said = tuple[dict[str, Any], dict[str, Any], RunRecord]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Gives a function: what the two ranks of a kind said, and their one run; each kind is trained once."""
+
+    @cache
+    def train(kind: str) -> Said:
+        folder: Path = tmp_path_factory.mktemp(kind)
+        run_two("ranks_worker", kind, str(folder), package="tests.monitor")
+        one, two = (torch.load(folder / f"rank{rank}.pt") for rank in range(2))
+        (run,) = (folder / "runs").iterdir()  # PR-026: one run for all ranks
+        return one, two, read_run(run)
+
+    return train
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "accelerate"])
+def test_a_fault_on_the_second_rank_stops_both_alike(kind: str, trained: Any) -> None:
+    one, two, _ = trained(kind)
+    if kind != "accelerate":  # where each rank draws its own dropout
+        assert repr(one["reports"]) == repr(two["reports"])  # NaN and all
+    applied = [report[1] for report in one["reports"]]
+    assert applied == [True, True, True, False, True, True, False]
+    assert [report[1] for report in two["reports"]] == applied
+    assert one["stopped"] == two["stopped"] != ""
+    assert (one["steps"], two["steps"]) == (8, 8)
+    assert one["lr"] == two["lr"]
+    assert one["lr"] == pytest.approx(0.1 / 6)
+    for mine, yours in zip(one["weights"], two["weights"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, yours, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one["weights"][3], one["weights"][2], strict=True))
+    _, _, reason, _, culprit = one["reports"][3]
+    assert reason == "non-finite loss"
+    expected = {"rank": 1, "micro_batch": 1, "module": "blocks.1.proj", "kind": "NaN", "phase": "forward"}
+    assert culprit == culprit | expected
+    assert "blocks.1.proj" in one["stopped"]
+    assert "2 in a row" in one["stopped"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "accelerate"])
+def test_all_ranks_write_one_run(kind: str, trained: Any) -> None:
+    """PR-026."""
+    one, two, found = trained(kind)
+    assert found.run_dir.name == one["run_id"] == two["run_id"]
+    assert found.start["identity"]["world"] == 2
+    assert found.end is not None
+    assert found.end["exit_code"] == 3
+    bad = events(found, "nonfinite")
+    assert [event["step"] for event in bad] == [4, 7, 8]
+    assert {event["culprit"]["rank"] for event in bad} == {1}
+    assert bad[0]["parameters_bad"] > 0
+    assert bad[0]["run_up"][-1]["step"] == 2
+    for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel"):
+        assert (found.profiles[name].data[0] > 0).all(), name
+    assert found.series["grad_norm"].values[0] == pytest.approx(one["reports"][0][3], rel=1e-6)
+
+
+def test_ddp_and_fsdp2_give_the_same_numbers(trained: Any) -> None:
+    """Their first step is the same; FSDP2 has its gradients in pieces, and is clipped."""
+    ddp, fsdp2 = (trained(kind)[2] for kind in ("ddp", "fsdp2"))
+    for name in ("stream_rms", "stream_absmax", "stream_grad_norm", "grad_norm"):
+        np.testing.assert_allclose(fsdp2.profiles[name].data[0], ddp.profiles[name].data[0], rtol=1e-5, err_msg=name)
+    norm = ddp.series["grad_norm"].values[0]
+    assert fsdp2.series["grad_norm"].values[0] == pytest.approx(norm, rel=1e-5)
+    assert norm >= ddp.profiles["grad_norm"].data[0].max()
+    assert fsdp2.series["grad_norm_clipped"].values[0] == pytest.approx(0.05, rel=1e-3)
+    moved = ddp.profiles["update_rel"].data[0] * 0.05 / norm
+    np.testing.assert_allclose(fsdp2.profiles["update_rel"].data[0], moved, rtol=1e-3)
