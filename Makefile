@@ -84,7 +84,7 @@ report: $(STAMP) ## writes the report from the stored records (ARGS=)
 	@$(PY) -m normscale claim report $(value ARGS)
 
 .PHONY: ui
-ui: $(STAMP) ## opens the MLflow UI on this machine (PORT=5000)
+ui: $(STAMP) ## serves the MLflow UI on this machine and prints its address (PORT=5000)
 	@$(PY) -m normscale ui --port $(call quoted,PORT) $(value ARGS)
 
 .PHONY: sync
@@ -106,6 +106,10 @@ bench: $(STAMP) ## measures start-up, building and stepping on this machine
 .PHONY: bench-step
 bench-step: $(STAMP) ## measures a DeepNorm step on this CPU, beside others and the machine's products (ARGS=)
 	@$(PY) -m tests.bench_step $(value ARGS)
+
+.PHONY: bench-probes
+bench-probes: $(STAMP) ## measures what the probes cost a step, with intervals, and holds it to its bounds (ARGS=)
+	@$(PY) -m tests.bench_probes $(value ARGS)
 
 .PHONY: bench-kernels
 bench-kernels: $(STAMP) ## measures the norm kernels on a GPU, beside others and the device copy (ARGS=)
@@ -130,14 +134,19 @@ set -eu
 if [ -z "$${TORCH_INDEX:-}" ] && [ -n "$$(find $(STAMP) -newer pyproject.toml -newer constraints.txt 2>/dev/null)" ]; then
     exit 0 # another make has done it while this one waited
 fi
-echo 'Installing into .venv (once; usually 3 to 6 minutes) ...'
+echo 'Installing into .venv (once; usually 3 to 6 minutes):'
+echo '  1/3 an environment in .venv'
 $(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
+echo '  2/3 PyTorch, the largest part (200 MB for CPUs, several GB with CUDA)'
 if [ -n "$${TORCH_INDEX:-}" ] && [ "$$(cat .venv/torch-index 2>/dev/null)" != "$$TORCH_INDEX" ]; then
     $(PY) -m pip install -qq --no-deps --force-reinstall --index-url "$$TORCH_INDEX" -c constraints.txt torch
     printf '%s\n' "$$TORCH_INDEX" > .venv/torch-index
+else
+    $(PY) -m pip install -qq -c constraints.txt torch
 fi
+echo '  3/3 normscale and the other packages (MLflow, datasets, Accelerate, DeepSpeed, ...)'
 $(PY) -m pip install -qq -c constraints.txt -e '.[deepspeed,dev]'
 touch $(STAMP)
-echo 'Installed.'
+echo 'Installed. Plain make lists what there is.'
 endef
 export INSTALL TORCH_INDEX

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch import command, local
-from normscale.arguments import Parser, refuse_unknown, run_command
+from normscale.arguments import Parser, refuse_unknown, run_command, whole
 from normscale.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ def _launch(words: list[str]) -> int:
     parser = Parser(prog="python -m launch", description=__doc__, allow_abbrev=False)
     launchers = parser.add_subparsers(dest="launcher", required=True, metavar="|".join(LAUNCHERS))
     here = launchers.add_parser("local", help="ranks on this machine", allow_abbrev=False)
-    here.add_argument("--nproc", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    here.add_argument("--nproc", type=whole, default=1, metavar="N", help="number of ranks (default 1)")
     here.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs where there are any"
     )
-    here.add_argument("--port", type=int, metavar="P", help="where the ranks meet (default: a free port)")
+    here.add_argument("--port", type=whole, metavar="P", help="where the ranks meet (default: a free port)")
     here.add_argument("--dry-run", action="store_true", help="print the command and stop; DRY_RUN=1 does the same")
     if words and not words[0].startswith("-"):
         refuse_unknown(words[0], LAUNCHERS, "a launcher")

@@ -4,12 +4,14 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
 
@@ -60,6 +62,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message} (see {self.prog} --help)")
+
+
+def whole(word: str) -> int:
+    """Returns the whole number that a word on the command line stands for."""
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number; give e.g. 4") from None
 
 
 def say_error(lines: str) -> None:
@@ -118,6 +128,16 @@ def _keep_traceback(error: BaseException) -> str:
 def debugging() -> bool:
     """Returns whether the user asked for tracebacks."""
     return os.environ.get("NORMSCALE_DEBUG", "") not in ("", "0")
+
+
+def typed(command: str, *options: str) -> str:
+    """Returns what a person types for a command of ours: make in the checkout, where nothing has to be on the PATH."""
+    checkout = all(Path(name).exists() for name in ("Makefile", "normscale/cli.py", "launch/local.py"))
+    if not checkout:
+        return shlex.join(["normscale", command, *options])
+    words = shlex.join(options)
+    quoted = shlex.quote(words) if set(words) & set('"$`\\') else f'"{words}"'
+    return f"make {command} ARGS={quoted}" if options else f"make {command}"
 
 
 class _Lasting:

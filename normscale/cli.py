@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normscale.arguments import Parser, Stopped, refuse_unknown, run_command, say_error, stoppable
+from normscale.arguments import Parser, Stopped, refuse_unknown, run_command, say_error, stoppable, whole
 from normscale.errors import BadInput, NonFiniteStop, StoreError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ EPILOG = (
     " 143 stopped by SIGTERM"
 )
 CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
-COMMANDS = ("train", "check", "show", "diff", "claim", "sync", "ui")
+COMMANDS = ("train", "check", "show", "diff", "removal", "claim", "sync", "ui")
 CLAIM_COMMANDS = ("list", "run", "report")
 DEFAULT_RUNS, DEFAULT_URI = "runs", "sqlite:///mlflow.db"
 SYNC_S = 60.0  # what the last replay may take after training
@@ -93,7 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("run", metavar="RUN", help=names)
     diff.add_argument("other", metavar="RUN", help="another")
     diff.set_defaults(call=_diff)
-    for command in (show, diff):
+    removal = commands.add_parser("removal", help="say what each block of a trained run is worth", allow_abbrev=False)
+    removal.add_argument("run", metavar="RUN", help=f"{names}; it needs a checkpoint")
+    removal.add_argument("--blocks", type=whole, default=16, help="blocks left out in turn, over all (default 16)")
+    removal.add_argument("--batches", type=whole, default=2, help="held-out batches it is measured on (default 2)")
+    removal.add_argument("--checkpoint", type=whole, metavar="STEP", help="that of this step (default: the newest)")
+    removal.set_defaults(call=_removal)
+    for command in (show, diff, removal):
         _runs(command)
         command.add_argument("--json", action="store_true", help="the same for programs, with all values")
 
@@ -105,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--core", action="store_true", help="the core claims")
     run.add_argument("--profile", choices=("smoke", "cpu", "gpu"), default="cpu", help="how much (default cpu)")
     run.add_argument("--dry-run", action="store_true", help="list the runs, start none (as DRY_RUN=1)")
-    run.add_argument("--workers", type=int, help="runs at a time (default: one a core)")
+    run.add_argument("--workers", type=whole, help="runs at a time (default: one a core)")
     _store(run)
     run.set_defaults(call=_claim_run)
     report = claims.add_parser("report", help="write the report from stored records", allow_abbrev=False)
@@ -117,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     _store(sync)
     sync.set_defaults(call=_sync)
 
-    ui = commands.add_parser("ui", help="open the MLflow UI on this machine", allow_abbrev=False)
-    ui.add_argument("--port", type=int, default=5000, help="(default 5000)")
+    ui = commands.add_parser("ui", help="serve the MLflow UI on this machine", allow_abbrev=False)
+    ui.add_argument("--port", type=whole, default=5000, help="(default 5000)")
     _store(ui)
     ui.set_defaults(call=_ui)
     return parser
@@ -224,8 +230,11 @@ def _exit_code(result: "RunResult") -> int:
         summary = result.summary
         first, steps, what = summary.get("bad_step", "?"), summary.get("steps"), "the loss or the gradient"
         where = f", first in {summary['bad_parameter']}" if summary.get("bad_parameter") else ""
+        where = f": {summary['culprit']}" if summary.get("culprit") else where
         if steps in (None, first):
             raise NonFiniteStop(f"stopped at step {first}: {what} was not finite{where}")
+        if in_a_row := summary.get("stopped_after"):
+            raise NonFiniteStop(f"stopped at step {steps}: {what} was not finite {in_a_row} times in a row{where}")
         if summary.get("applied") == 0:
             mend = "give it more train.steps, a smaller learning rate or, in fp16 and fp8, a smaller loss scale"
             raise NonFiniteStop(f"none of {steps} steps was applied: {what} was never finite{where}; {mend}")
@@ -239,18 +248,23 @@ def _sink(runs: Path, uri: str | None) -> Iterator[None]:
     if uri is None:
         yield
         return
-    from normscale.tracking.sink_process import LOG, finish_sink, start_sink
+    from normscale.tracking.sink_process import Sink
 
-    sink = start_sink(runs, uri)
+    sink, stopped = Sink(runs, uri), False
     try:
         yield
+    except KeyboardInterrupt:
+        stopped = True
+        raise
     finally:
-        if finish_sink(sink, SYNC_S) != 0:
-            print(f"MLflow is not up to date (see {runs / LOG}); normscale sync mends it", file=sys.stderr)
+        if problem := sink.finish(SYNC_S, stopped):
+            say_error(problem)
 
 
 def _say_result(result: "RunResult", uri: str | None) -> None:
-    said: str = "finished before; --fresh trains it again" if result.skipped_existing else result.outcome
+    said: str = {"nan": "stopped: not finite"}.get(result.outcome, result.outcome)
+    if result.skipped_existing:
+        said = f"{said} before; --fresh trains it again"
     if {"loss_val", "unigram_nats"} <= result.summary.keys():
         said += f"; held-out loss {result.summary['loss_val']:.3f} nats (unigram {result.summary['unigram_nats']:.3f})"
     print(said)
@@ -282,7 +296,6 @@ def _check(options: argparse.Namespace) -> int:
     with torch.device("meta"):  # shapes without memory
         model = build(loaded.config.model, vocab=VOCAB, seed=loaded.config.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(dump(loaded.config).rstrip())
     print(f"# depth       N={plan.depth.N} M={plan.depth.M}, {len(list(plan.depth.sites()))} sublayers")
     print(f"# parameters  {parameters:,}")
     model_config, batch = loaded.config.model, loaded.config.train.batch
@@ -290,6 +303,8 @@ def _check(options: argparse.Namespace) -> int:
     tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
     print(f"# norms       {backend}")
     print(f"# a step      {tokens}, {amount(flops_per_step(model_config, VOCAB, batch), 'FLOP')} forward and backward")
+    print()
+    print(dump(loaded.config).rstrip())
     return 0
 
 
@@ -320,6 +335,25 @@ def _diff(options: argparse.Namespace) -> int:
     return 0
 
 
+def _removal(options: argparse.Namespace) -> int:
+    from normscale.tracking import draw
+    from normscale.tracking.find import find_run
+    from normscale.tracking.removal import table
+
+    folder = find_run(options.run, options.runs)
+    for name in ("blocks", "batches"):
+        if getattr(options, name) < 1:
+            raise BadInput(f"--{name}: {getattr(options, name)} leaves nothing to measure; give 1 or more")
+    from normscale.train.removal import removal
+
+    found, path = removal(folder, options.blocks, options.batches, options.checkpoint)
+    if options.json:
+        print(json.dumps(found.as_json(), allow_nan=False))
+    else:
+        print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"written to {path}"]))
+    return 0
+
+
 def _claim_list(options: argparse.Namespace) -> int:
     from normscale.claims.discover import list_claims
 
@@ -335,7 +369,7 @@ def _claim_run(options: argparse.Namespace) -> int:
 
     ids = [*options.words, *(["core"] if options.core else [])]
     if not ids:
-        raise BadInput("claim run: no claim; name one of normscale claim list, or give --core")
+        raise BadInput("claim run: no claim; name one of normscale claim list (make claims-list), or give --core")
     _check_folder(options.runs, "--runs", made=True)
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
         print("\n".join(planned(ids, options.profile, options.runs, options.workers)))

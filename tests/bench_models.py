@@ -78,6 +78,8 @@ def ours(case: Case, compile: bool) -> Step:
 
         def event(self, *_: Any, **__: Any) -> None: ...
 
+        def ledger(self, *_: Any) -> None: ...
+
     recorder = Silent()
     return lambda tokens, targets: trainer.step([MicroBatch(tokens, targets)], recorder).loss
 

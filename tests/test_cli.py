@@ -7,10 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from normscale.arguments import typed
 from normscale.cli import main
 from normscale.tracking.reader import read_run
 
@@ -37,8 +40,8 @@ QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
         (["ui", "--uri", "foo://x"], "--uri: 'foo://x' is not the address"),
         (["show", "a", "b"], "b: one word too many for normscale show"),
         (["train", QUICK, "data.source=nowhere.txt"], "(override data.source=nowhere.txt)"),
-        (["ui", "--port", "x"], "--port"),
-        ([], "train|check|show|diff|claim|sync|ui"),
+        (["ui", "--port", "x"], "--port: 'x' is not a whole number; give e.g. 4 (see"),
+        ([], "train|check|show|diff|removal|claim|sync|ui"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
@@ -93,18 +96,36 @@ def test_a_broken_manifest_is_one_line(text: str, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("sqlite:///mlflow.db", "MLflow: normscale ui"),
-        ("sqlite:///a b.db", "MLflow: normscale ui --uri 'sqlite:///a b.db'"),
+        ("sqlite:///mlflow.db", "MLflow: make ui"),
+        ("sqlite:///a b.db", "MLflow: make ui ARGS=\"--uri 'sqlite:///a b.db'\""),
         ("http://127.0.0.1:5000", "MLflow: http://127.0.0.1:5000"),
         ("postgresql://h/db", "MLflow: mlflow server --backend-store-uri postgresql://h/db"),
     ],
 )
-def test_the_command_that_shows_a_run_is_said(uri: str, says: str, capsys: pytest.CaptureFixture[str]):
+def test_the_command_that_shows_a_run_is_said(
+    uri: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     from normscale.cli import _say_result
     from normscale.train.run import RunResult
 
+    monkeypatch.chdir(ROOT)
     _say_result(RunResult("r", Path("r"), "finished", 0, {}), uri)
     assert capsys.readouterr().out.splitlines()[-1] == says
+
+
+def test_outside_the_checkout_the_command_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from normscale.arguments import typed
+
+    monkeypatch.chdir(tmp_path)
+    assert (typed("sync"), typed("ui", "--uri", "sqlite:///a b.db")) == (
+        "normscale sync",
+        "normscale ui --uri 'sqlite:///a b.db'",
+    )
+    monkeypatch.chdir(ROOT)
+    words = typed("ui", "--uri", 'it"s $HOME')
+    given = f"set -- {words}; eval printf '%s,' \"${{3#ARGS=}}\""  # as make hands ARGS on
+    shown = subprocess.run(["sh", "-c", given], capture_output=True, text=True)
+    assert shown.stdout == '--uri,it"s $HOME,'
 
 
 SMALL = ["tracking.uri=null", "train.eval_batches=1", "model.M=2", "data.max_bytes=40_000"]
@@ -186,6 +207,8 @@ def test_check_says_depth_and_parameters(capsys: pytest.CaptureFixture[str]):
     assert "# depth       N=0 M=3, 6 sublayers" in out
     assert f"# parameters  {sum(p.numel() for p in model.parameters()):,}" in out
     assert "# a step      512 tokens, 176 MFLOP forward and backward" in out
+    assert out.index("# a step") < out.index("model:")  # what one looks for first, then ninety lines of YAML
+    assert yaml.safe_load(out)["model"]["M"] == 3
     assert main(["check", QUICK, "model.M=3", "model.N=1", "model.context=32"]) == 0
     assert "# a step      256 tokens beside 256 of the source, " in capsys.readouterr().out
 
@@ -241,6 +264,21 @@ def test_a_claim_can_be_run_without_a_store(monkeypatch: pytest.MonkeyPatch, tmp
     assert given == [None, "sqlite:///other.db"]
 
 
+def test_training_does_not_need_a_tracking_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = tmp_path / "runs"
+    words = [QUICK, *SMALL[1:], f"tracking.runs={runs}", "tracking.uri=http://127.0.0.1:9", "train.steps=5"]
+    begun = time.monotonic()
+    assert main(["train", *words, "probes.every=1"]) == 0
+    assert time.monotonic() - begun < 30
+    (run_dir,) = [path.parent for path in runs.glob("*/spool.jsonl")]
+    record = read_run(run_dir)
+    assert record.finished
+    assert record.series["loss_train"].steps == [1, 2, 3, 4, 5]
+    captured = capsys.readouterr()
+    assert captured.err == f"normscale: MLflow is not up to date (see {runs / 'sink.log'}); {typed('sync')} mends it\n"
+    assert captured.out.splitlines()[-1] == "MLflow: http://127.0.0.1:9"
+
+
 def test_help_names_the_codes_of_signals(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -265,6 +303,6 @@ def test_a_dry_run_of_a_claim_lists_its_runs_and_starts_none(
     runs = [line for line in lines if line.startswith("update-bounded: ")]
     assert lines[-1] == f"{len(runs)} runs in profile smoke; nothing was started"
     assert lines[len(runs)].startswith(f"{len(runs)} runs to do, 0 done already; about 0:")
-    assert lines[len(runs)].endswith(" core-hours (by an empirical default, not measured here)")
+    assert " core-hours (estimated by the speed of another machine, as no run of 50 steps" in lines[len(runs)]
     assert lines[len(runs) + 1].split()[:4] == ["update-bounded", str(len(runs)), "of", str(len(runs))]
     assert not (tmp_path / "runs").exists()

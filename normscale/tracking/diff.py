@@ -8,8 +8,8 @@ import numpy as np
 
 from normscale.config.sources import plain
 from normscale.tracking.draw import Look, log_span, resampled, span_of, sparkline
-from normscale.tracking.reader import RunRecord
-from normscale.tracking.show import at, points
+from normscale.tracking.reader import RunRecord, at
+from normscale.tracking.show import points
 from normscale.tracking.spool import strict
 from normscale.tracking.text import number
 
@@ -155,7 +155,7 @@ def _profiles(a: RunRecord, b: RunRecord, apart: Sequence[str], look: Look) -> l
 
 
 def _curves(groups: list[tuple[str, list[Any]]], look: Look) -> list[str]:
-    """Returns two sparklines for each group, on one scale, with where each begins and ends."""
+    """Returns two sparklines for each group, on one scale that is said, with where each begins and ends."""
     lines = []
     for label, pair in groups:
         low, high = span_of(*pair)
@@ -168,7 +168,7 @@ def _curves(groups: list[tuple[str, list[Any]]], look: Look) -> list[str]:
             width = look.width - len(head) - 10
             line = sparkline(_scaled(resampled(values, width), scale), look, width, span)
             lines.append(look.fit(f"{head}{line} {ends[1]}"))
-            label = ""
+            label = f"{number(low, 2)}..{number(high, 2)}"[:10]  # what the lowest and the highest bar stand for
     return lines
 
 

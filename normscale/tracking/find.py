@@ -1,9 +1,13 @@
 """From what a person calls a run to its folder."""
 
 import difflib
+import json
 import os
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from normscale.config.sources import plain
 from normscale.errors import BadInput
@@ -12,6 +16,7 @@ from normscale.tracking.spool import SPOOL
 
 LATEST = "latest"
 MAX_NAMED = 10  # candidates that an error lists
+HEAD, TAIL = 2**20, 2**16  # bytes of a spool that are looked at to say what its run is
 
 
 def find_run(word: str, runs: Path) -> Path:
@@ -56,9 +61,44 @@ def newest_first(names: list[str], runs: Path) -> list[str]:
 def _ambiguous(shown: str, names: list[str], runs: Path) -> str:
     now = time.time()
     width = max(len(name) for name in names[:MAX_NAMED])
-    ages = [f"  {name:<{width}}  written {duration(now - _written(runs / name))} ago" for name in names[:MAX_NAMED]]
+    told = [f"  {name:<{width}}  {_about(runs / name, now)}" for name in names[:MAX_NAMED]]
     more = [f"  and {len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
-    return "\n".join([f"{shown}: {len(names)} runs in {runs} are called so; write more of the name:", *ages, *more])
+    return "\n".join([f"{shown}: {len(names)} runs in {runs} are called so; write more of the name:", *told, *more])
+
+
+def _about(folder: Path, now: float) -> str:
+    """Returns what tells a run apart at a glance: label, scheme, blocks, seed, rate, the step it reached, when."""
+    start, step = _glance(folder)
+    config = start.get("config")
+    config = config if isinstance(config, Mapping) else {}
+    model, train = config.get("model"), config.get("train")
+    model = model if isinstance(model, Mapping) else {}
+    optim = train.get("optim") if isinstance(train, Mapping) else None
+    blocks = [f"{side}={model[side]}" for side in ("N", "M") if model.get(side)]
+    rate = optim.get("lr") if isinstance(optim, Mapping) else None
+    said = [
+        f"'{config['name']}'" if config.get("name") not in (None, "run") else "",
+        str(model.get("scheme") or ""),
+        " ".join(blocks),
+        f"seed {config['seed']}" if "seed" in config else "",
+        f"lr {rate:g}" if isinstance(rate, int | float) else "",
+        f"step {step}" if step is not None else "",
+        f"written {duration(now - _written(folder))} ago",
+    ]
+    return plain(", ".join(part for part in said if part), 120)
+
+
+def _glance(folder: Path) -> tuple[dict[str, Any], int | None]:
+    """Returns the first start record and the last step of a spool, without reading the whole of it."""
+    try:
+        with (folder / SPOOL).open("rb") as file:
+            first = json.loads(file.readline(HEAD) or b"{}")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            steps = re.findall(rb'"step":(\d+)', file.read(TAIL))
+    except (OSError, ValueError, RecursionError):
+        return {}, None
+    start = first if isinstance(first, dict) and first.get("kind") == "start" else {}
+    return start, max(map(int, steps), default=None)
 
 
 def _names(runs: Path) -> list[str]:

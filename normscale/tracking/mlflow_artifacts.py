@@ -7,36 +7,70 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from normscale.tracking import pictures
+from normscale.tracking import event_page, pictures
+from normscale.tracking.depth_figure import depth_figure
+from normscale.tracking.event_report import is_bad, report_of, row_of
 from normscale.tracking.manifest import Manifest
-from normscale.tracking.mlflow_pages import event_page
-from normscale.tracking.reader import RunRecord
+from normscale.tracking.parquet import write_ledger, write_metrics, write_profiles
+from normscale.tracking.reader import Profile, RunRecord, at, row_names
+from normscale.tracking.spool import strict
 from normscale.tracking.text import render
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 Spans = dict[str, pictures.Limits]
-HEATS = {"grad_norm": "3-grad/heat", "stream_rms": "4-resid/heat"}
-LABELS = {"grad_norm": "gradient norm", "stream_rms": "stream RMS"}
+HEATS = {
+    "grad_norm": "3-grad/heat",
+    "stream_grad_norm": "3-grad/heat",
+    "stream_grad": "3-grad/heat",
+    "stream_rms": "4-resid/heat",
+}
+"""Profiles that are shown as heat maps; of two with one key, the first that a run has."""
+
+LABELS = {
+    "grad_norm": "gradient norm",
+    "stream_grad_norm": "stream's gradient",
+    "stream_grad": "stream's gradient",
+    "stream_rms": "stream RMS",
+}
 PROFILE_EVERY = 2000  # steps between the pictures of one run's gradient profile
+LONG = 2000  # steps from which a run has heat maps on its way, too
+QUARTERS = (25, 50, 75)  # percent of a long run at which it has them
 _MAX_EVENTS = 20
+_TOLD_IN_A_LINE = ("loss_scale", "spike")  # events with no more to tell than their sentence
+_MAX_PICTURED_EVENTS = 3
+
+Wanted = dict[tuple[str, int], Callable[[Spans], "pictures.Picture | None"]]
+"""Pictures by (key, step), each drawn with given colour ranges."""
 
 
 def bad_events(record: RunRecord) -> list[dict[str, Any]]:
     """Returns the events about values that were not finite; for a run that stopped on one there is at least one."""
-    found = [event for event in record.events if re.search(r"\bnan\b|non.?finite", str(event.get("event")), re.I)]
+    found = [event for event in record.events if is_bad(event)]
     if not found and record.end is not None and record.end.get("outcome") == "nan":
         summary = record.summary
         layer = {"layer": summary["bad_layer"]} if "bad_layer" in summary else {}
         found = [{"kind": "event", "event": "nan", "t": record.end["t"], "step": summary.get("bad_step", 0), **layer}]
     return found
+
+
+def reported(record: RunRecord) -> dict[int, dict[str, Any]]:
+    """Returns the events that have a report of their own, by their place in the record; the bad ones come first.
+
+    A stop that left no event has the place -1.
+    """
+    bad = bad_events(record)
+    places = {id(event): index for index, event in enumerate(record.events)}
+    others = [event for event in record.events if not is_bad(event) and event.get("event") not in _TOLD_IN_A_LINE]
+    return {places.get(id(event), -1): event for event in [*bad, *others][:_MAX_EVENTS]}
 
 
 def event_folder(event: Mapping[str, Any]) -> str:
@@ -50,24 +84,42 @@ def upload_run(client: "MlflowClient", run: str, record: RunRecord) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "record.txt").write_text(render(record), encoding="utf-8")
+        (folder / "data").mkdir()
+        write_metrics(record, folder / "data" / "metrics.parquet")
         if record.profiles:
-            (folder / "profiles").mkdir()
-            arrays: dict[str, Any] = {"rows": np.array(record.start.get("rows") or [], dtype=np.str_)}
-            for key, one in record.profiles.items():
-                arrays |= {key: one.data.T, f"{key}_steps": np.array(one.steps)}  # layers x steps
-            np.savez_compressed(folder / "profiles" / "profiles.npz", **arrays)
-        bad = bad_events(record)
-        for event in [*bad, *(event for event in record.events if event not in bad)][:_MAX_EVENTS]:
-            place = folder / event_folder(event)
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "report.md").write_text(event_page(record, event), encoding="utf-8")
-            (place / "event.json").write_text(json.dumps(event, indent=1), encoding="utf-8")
-            if event in bad and (picture := _event_picture(record, event)) is not None:
-                from PIL import Image
-
-                Image.fromarray(picture).save(place / "profile.png")
+            write_profiles(record, folder / "data" / "profiles.parquet")
+        if record.ledger:
+            write_ledger(record, folder / "data" / "ledger.parquet")
+        pictured = bad_events(record)[:_MAX_PICTURED_EVENTS]
+        for event in reported(record).values():
+            write_report(record, event, folder / event_folder(event), event in pictured)
         client.log_artifacts(run, str(folder))
     _upload_config(client, run, record)
+
+
+def write_report(record: RunRecord, event: Mapping[str, Any], place: Path, pictured: bool = True) -> None:
+    """Writes the report of one event into a folder: as text, as a page with its picture, and its fields."""
+    from PIL import Image
+
+    place.mkdir(parents=True, exist_ok=True)
+    report, png, says = report_of(record, event), None, ""
+    if pictured and is_bad(event) and (picture := event_picture(record, event)) is not None:
+        drawn = io.BytesIO()
+        Image.fromarray(picture).save(drawn, "PNG")
+        png, says = drawn.getvalue(), event_picture_says(record, event)
+        (place / "profile.png").write_bytes(png)
+    (place / "report.md").write_text(event_page.markdown(report, record.run_id), encoding="utf-8")
+    (place / "report.html").write_text(event_page.html(report, record.run_id, png, says), encoding="utf-8")
+    (place / "event.json").write_text(json.dumps(strict(event), indent=1), encoding="utf-8")
+
+
+def heats(record: RunRecord) -> dict[str, str]:
+    """Returns {profile: key} of the heat maps of a run."""
+    found: dict[str, str] = {}
+    for name, key in HEATS.items():
+        if name in record.profiles and record.profiles[name].data.size and key not in found.values():
+            found[name] = key
+    return found
 
 
 def spans(records: Sequence[RunRecord]) -> Spans:
@@ -78,31 +130,70 @@ def spans(records: Sequence[RunRecord]) -> Spans:
     }
 
 
-def upload_pictures(client: "MlflowClient", run: str, record: RunRecord, ranges: Spans) -> int:
-    """Writes the stepped images of an ended run that are not there yet; returns how many."""
-    wanted: list[tuple[str, int, Any]] = []
-    for name, key in HEATS.items():
-        if name in record.profiles:
-            one = record.profiles[name]
-            wanted.append(
-                (key, 0, lambda one=one, name=name: pictures.heat(one.steps, one.data, LABELS[name], ranges[name]))
-            )
-    if "grad_norm" in record.profiles:
-        one = record.profiles["grad_norm"]
-        for place, index in profile_steps(one.steps, one.data).items():
-            wanted.append(("3-grad/profile", place, lambda index=index: _profile(record, index, ranges)))
-    for event in bad_events(record)[:1]:
-        wanted.append(("2-health/event", 0, lambda event=event: _event_picture(record, event, ranges)))
+def wanted_pictures(record: RunRecord) -> Wanted:
+    """Returns the stepped images that a run should have by now.
+
+    Once it has ended: a heat map of each main profile and the profile of an event at step 0, where the UI's slider
+    opens, and the gradient over depth every PROFILE_EVERY steps. A long run also has heat maps of what there was at a
+    quarter, at half and at three quarters of it, and at its first bad events.
+    """
+    wanted: Wanted = {}
+    for name, key in heats(record).items():
+        steps = record.profiles[name].steps
+        if record.end is not None:
+            wanted[key, 0] = partial(_heat, record, name, len(steps))
+        for step in _on_the_way(record):
+            until = sum(each <= step for each in steps)
+            if until and steps[-1] >= step:
+                wanted[key, step] = partial(_heat, record, name, until)
+    gradient = next((name for name, key in heats(record).items() if key == "3-grad/heat"), None)
+    if record.end is not None and gradient is not None:
+        one = record.profiles[gradient]
+        for step, index in profile_steps(one.steps, one.data).items():
+            wanted["3-grad/profile", step] = partial(_profile, record, gradient, index)
+    if record.end is not None:
+        for event in bad_events(record)[:1]:
+            wanted["2-health/event", 0] = partial(event_picture, record, event)
+    return wanted
+
+
+def _on_the_way(record: RunRecord) -> list[int]:
+    """Returns the steps of a long run at which its heat maps are drawn before its end."""
+    asked = at(record, "config", "train", "steps")
+    reached = max((series.steps[-1] for series in record.series.values() if series.steps), default=0)
+    steps = asked if isinstance(asked, int) else reached
+    if steps < LONG:
+        return []
+    quarters = [steps * percent // 100 for percent in QUARTERS] if isinstance(asked, int) else []
+    events = [int(event.get("step", 0)) for event in bad_events(record)[:_MAX_PICTURED_EVENTS]]
+    return sorted({step for step in [*quarters, *events] if 0 < step <= reached})
+
+
+def upload_pictures(
+    client: "MlflowClient", run: str, wanted: Mapping[tuple[str, int], Any], ranges: Spans, stamp: int | None
+) -> int:
+    """Writes those stepped images that are not there yet; returns how many."""
     there = {Path(item.path).name for item in client.list_artifacts(run, "images")}
     done = 0
-    for key, step, draw in wanted:
+    for (key, step), draw in wanted.items():
         prefix = f"{key.replace('/', '~')}+step+{step}+"
-        if any(name.startswith(prefix) for name in there) or (picture := draw()) is None:
+        if any(name.startswith(prefix) for name in there) or (picture := draw(ranges)) is None:
             continue
-        stamp = int(record.end["t"]) if record.end else None
         client.log_image(run, picture, key=key, step=step, timestamp=stamp, synchronous=True)
         done += 1
     return done
+
+
+def upload_figure(client: "MlflowClient", run: str, record: RunRecord) -> None:
+    """Writes the figure of every profile over depth of a run, if it is not there yet."""
+    from PIL import Image
+
+    if not any(one.data.size for one in record.profiles.values()) or client.list_artifacts(run, "figures"):
+        return
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "depth.png"
+        Image.fromarray(depth_figure(record)).save(path)
+        client.log_artifact(run, str(path), "figures")
 
 
 def profile_steps(steps: Sequence[int], data: Any) -> dict[int, int]:
@@ -163,17 +254,61 @@ def _json_number(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _profile(record: RunRecord, index: int, ranges: Spans, bad_row: int | None = None) -> pictures.Picture:
-    one = record.profiles["grad_norm"]
-    return pictures.profile(one.data[index], LABELS["grad_norm"], ranges["grad_norm"], one.steps[index], bad_row)
+def _heat(record: RunRecord, name: str, until: int, ranges: Spans) -> pictures.Picture:
+    one, rows = record.profiles[name], row_names(record, name)
+    bad = [(int(event["step"]), row_of(event, rows)) for event in bad_events(record)[:_MAX_PICTURED_EVENTS]]
+    last = math.inf if until == len(one.steps) else one.steps[until - 1]  # on the way, what came later is not shown
+    marks = [(step, row) for step, row in bad if 0 <= step <= last]
+    return pictures.heat(one.steps[:until], one.data[:until], LABELS[name], ranges[name], marks)
 
 
-def _event_picture(record: RunRecord, event: Mapping[str, Any], ranges: Spans | None = None) -> pictures.Picture | None:
-    """Returns the gradient over depth at an event, or at the newest step before it, with the bad layer marked."""
-    if "grad_norm" not in record.profiles:
+def _profile(record: RunRecord, name: str, index: int, ranges: Spans) -> pictures.Picture:
+    one = record.profiles[name]
+    return pictures.profile(one.data[index], LABELS[name], ranges[name], one.steps[index])
+
+
+def event_picture(record: RunRecord, event: Mapping[str, Any], ranges: Spans | None = None) -> pictures.Picture | None:
+    """Returns a profile over depth at an event, or at the newest step before it, with the bad layer marked.
+
+    It is the stream's where the value went bad on the way forward, else the gradient's.
+    """
+    if (name := _profile_of(record, event)) is None:
         return None
-    steps = record.profiles["grad_norm"].steps
-    index = max((index for index, step in enumerate(steps) if step <= event.get("step", 0)), default=0)
-    layer = event.get("layer", record.summary.get("bad_layer"))
-    bad_row = int(layer) if isinstance(layer, int | float) and math.isfinite(layer) and layer >= 0 else None
-    return _profile(record, index, ranges or spans([record]), bad_row)
+    one = record.profiles[name]
+    index = _index_of(one, event)
+    rows = row_names(record, name)
+    row = row_of(event, rows)
+    if row is None and "layer" not in event and "culprit" not in event:
+        row = row_of({"layer": record.summary.get("bad_layer")}, rows)
+    earlier = [at for at in range(index) if np.isfinite(one.data[at]).all()]
+    before = (one.steps[earlier[-1]], one.data[earlier[-1]]) if earlier else None
+    before = None if np.isfinite(one.data[index]).all() else before
+    span = (ranges or spans([record]))[name]
+    return pictures.profile(one.data[index], LABELS[name], span, one.steps[index], row, before)
+
+
+def event_picture_says(record: RunRecord, event: Mapping[str, Any]) -> str:
+    """Returns the line below the picture of an event."""
+    name = _profile_of(record, event)
+    if name is None:
+        return ""
+    one = record.profiles[name]
+    step = one.steps[_index_of(one, event)]
+    when = "of this step" if step == event.get("step") else f"of step {step}, the last that was measured before"
+    return (
+        f"{LABELS[name]} over depth {when}; the line marks the bad layer, triangles what is not finite, "
+        "grey the newest finite step"
+    )
+
+
+def _profile_of(record: RunRecord, event: Mapping[str, Any]) -> str | None:
+    culprit = event.get("culprit")
+    phase = culprit.get("phase") if isinstance(culprit, Mapping) else None
+    shown = list(heats(record))
+    if phase in ("forward", "loss", "data", "parameter") and "stream_rms" in shown:
+        return "stream_rms"
+    return shown[0] if shown else None
+
+
+def _index_of(profile: Profile, event: Mapping[str, Any]) -> int:
+    return max((index for index, step in enumerate(profile.steps) if step <= event.get("step", 0)), default=0)

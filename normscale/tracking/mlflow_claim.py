@@ -53,7 +53,8 @@ class _Claim:
 
     def replay(self, live: bool) -> None:
         """Replays the runs, then what needs them all."""
-        _send_views(self.store, self.experiment, self.manifest)
+        for by_cell in (False, True):
+            send_view(self.store, self.manifest, by_cell)
         for run in self.manifest.runs:
             if (self.runs / run / SPOOL).is_file():
                 self.store.guard(f"run {run}", partial(self.replay_child, run))
@@ -153,7 +154,7 @@ class _Claim:
             if not store.attempt(f"{self.what}, files", upload):
                 mark = None
         events = [
-            [*self.children[run], artifacts.event_folder(bad[0]) + "/report.md"]
+            [*self.children[run], artifacts.event_folder(bad[0]) + "/report.html"]
             for run, record in self.records.items()
             if run in self.children and record.end is not None and (bad := artifacts.bad_events(record))
         ]
@@ -162,17 +163,20 @@ class _Claim:
         sink_state.save(path, store.uri, remembered)
 
 
-def _send_views(store: Store, experiment_id: str, manifest: Manifest) -> None:
-    """Writes the claim's two prepared views: every run, and one line per arm and depth."""
-    there = store.client.get_experiment(experiment_id).tags
-    now = int(time.time() * 1000)
-    for name, by_cell in ((manifest.key, False), (f"{manifest.key}-cells", True)):
-        key, packed = views.TAG + name, views.pack(views.view(manifest, by_cell=by_cell))
-        old = json.loads(there[key]) if key in there else {}
-        if old.get("state") != packed:
-            title = f"Claim {manifest.id} ({manifest.profile})" + (", one line per cell" if by_cell else "")
-            times = {"createdAt": old.get("createdAt", now), "updatedAt": now}
-            store.set_experiment_tag(experiment_id, key, json.dumps({"name": title, **times, "state": packed}))
+def send_view(store: Store, manifest: Manifest | None, by_cell: bool = False) -> None:
+    """Writes a prepared view of a claim: every run, or one line per arm and depth; of all runs of no claim for None."""
+    experiment = store.experiment(manifest.family if manifest else None)
+    name, title = views.ALONE, "All runs"
+    if manifest is not None:
+        name = manifest.key + ("-cells" if by_cell else "")
+        title = f"Claim {manifest.id} ({manifest.profile})" + (", one line per cell" if by_cell else "")
+    there = store.client.get_experiment(experiment).tags
+    key, packed = views.TAG + name, views.pack(views.view(manifest, by_cell=by_cell))
+    old = json.loads(there[key]) if key in there else {}
+    if old.get("state") != packed:
+        now = int(time.time() * 1000)
+        times = {"createdAt": old.get("createdAt", now), "updatedAt": now}
+        store.set_experiment_tag(experiment, key, json.dumps({"name": title, **times, "state": packed}))
 
 
 def replay_family(store: Store, experiment_id: str) -> None:

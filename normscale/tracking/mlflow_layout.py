@@ -1,19 +1,23 @@
 """What a run looks like in MLflow: names, colours, tags, parameters, metric points. Pure; imports no mlflow."""
 
+import hashlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
 from normscale.tracking.manifest import Cell, Manifest
-from normscale.tracking.reader import RunRecord, Series
-from normscale.tracking.record import QUANTITIES, TRAINED_NATS, has_trained
+from normscale.tracking.reader import RunRecord, Series, at
+from normscale.tracking.record import MAX_KEYS, QUANTITIES, TRAINED_NATS, USER, has_trained
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
 NON_FINITE = QUANTITIES["nonfinite"].mlflow or "2-health/nonfinite"
 NOT_TRAINED = ("plateau", "stuck", "diverged", "nan")  # the outcomes that tables show in bold
 UNJUDGED = ("undecided", "measured")  # and those that say nothing for or against training: named beside the number
 MAX_PICTURED = 10  # the UI's image grid shows the first ten runs that have images
+MAX_PARAMS = 40  # of another loop's settings
+KEY_CHARS = 250  # of a metric's key, where nobody asks the installed mlflow
 
 COLOURS = {"post": "#d62728", "pre": "#2ca02c", "deepnorm": "#1f77b4"}
 _FURTHER = ("#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f", "#393b79")
@@ -93,10 +97,16 @@ def _with_role(name: str, cell: Cell) -> str:
     return name if any(mark in name for mark in told) else f"{name} {extra}"
 
 
+def is_foreign(record: RunRecord) -> bool:
+    """Returns whether the run is of another loop than ours: nothing is then known of what it trains."""
+    return not at(record, "config", "model")
+
+
 def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:
     """Returns trained | plateau | diverged | nan | error | interrupted | running, or the judge's own word.
 
-    That may also be stuck, undecided or measured (short runs of which nobody asks whether they train).
+    A run whose held-out loss nobody measured, as in another loop, is finished. The judge's word may also be stuck,
+    undecided or measured (short runs of which nobody asks whether they train).
     """
     if record.end is None:
         return "running" if alive else "interrupted"
@@ -106,6 +116,8 @@ def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:
     if ended != "finished":
         return ended
     gap = record.summary.get("gap")
+    if gap is None and is_foreign(record):
+        return "finished"
     if not isinstance(gap, int | float) or not math.isfinite(gap) or gap <= -TRAINED_NATS:
         return "diverged"
     return "trained" if has_trained(gap) else "plateau"
@@ -120,16 +132,18 @@ def status(record: RunRecord, alive: bool) -> str:
 
 def params(record: RunRecord, depth: int | None) -> dict[str, str]:
     """Returns the parameters of a run, the ones people sort by, in the order in which they are shown."""
+    if is_foreign(record):
+        return _foreign_params(record)
     config = record.start.get("config") or {}
-    model, train = config.get("model", {}), config.get("train", {})
-    optim, schedule = train.get("optim", {}), train.get("schedule", {})
+    model, train = config.get("model") or {}, config.get("train") or {}
+    optim, schedule = train.get("optim") or {}, train.get("schedule") or {}
     tokens = train["batch"] * model["context"] if "batch" in train and "context" in model else None
     shown = {
         "scheme": model.get("scheme"),
         "layers": depth if depth is not None else model.get("N", 0) + model.get("M", 0),
         "seed": config.get("seed"),
         "norm": model.get("norm"),
-        "dtype": config.get("precision", {}).get("compute"),
+        "dtype": (config.get("precision") or {}).get("compute"),
         "lr": optim.get("lr"),
         "warmup": schedule.get("warmup_steps"),
         "d_model": model.get("d"),
@@ -141,8 +155,59 @@ def params(record: RunRecord, depth: int | None) -> dict[str, str]:
     return {key: str(value) for key, value in shown.items() if value is not None}
 
 
-def points(record: RunRecord) -> list[Point]:
-    """Returns every metric value the window shows, in the order in which keys should first appear.
+def model_class(record: RunRecord) -> str:
+    """Returns the name of the class of another loop's model, "" where it is not recorded."""
+    return next((str(name) for key in ("class", "type", "name") if (name := at(record, "model", key))), "")
+
+
+def _foreign_params(record: RunRecord) -> dict[str, str]:
+    """Returns what is known of a run of another loop: its model, then the settings that it gave."""
+    rows = record.start.get("rows") or []
+    shown = {"model": model_class(record) or None, "layers": len(rows) or None, "params": at(record, "model", "params")}
+    shown |= {key_of(key): value for key, value in settings_of(record).items()}
+    return {key: str(value) for key, value in list(shown.items())[:MAX_PARAMS] if value is not None}
+
+
+def settings_of(record: RunRecord) -> dict[str, str | int | float]:
+    """Returns the settings of a run of another loop: first what it says of itself, by its own names."""
+    config = {key: item for key, item in (record.start.get("config") or {}).items() if key not in ("loop", "name")}
+    loop = at(record, "config", "loop")
+    found = (flat(loop) if isinstance(loop, Mapping) else {}) | flat(config)
+    return {key: value for key, value in found.items() if isinstance(value, str | int | float)}
+
+
+def flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Returns a nested mapping by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, item in section.items():
+        name = f"{before}{key}"
+        found |= flat(item, f"{name}.") if isinstance(item, Mapping) and item else {name: item}
+    return found
+
+
+def key_of(name: str, chars: int = KEY_CHARS) -> str:
+    """Returns a key that MLflow takes for any name; two names never have one key.
+
+    A name that has to be changed, or that ends as a changed one does, gets a digest of itself at its end.
+    """
+    parts = re.sub(r"[^\w\-. /]", "_", name).split("/")
+    key = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    key = re.sub(r"^\.\.", "__", key)
+    if key == name and len(key) <= chars and not re.search(r"-[0-9a-f]{8}$", key):
+        return key
+    return f"{key[: chars - 9]}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
+def user_keys(record: RunRecord, chars: int = KEY_CHARS) -> dict[str, str]:
+    """Returns {name: key} of the scalars that another loop added, as many as there is room for, the first first."""
+    known = record.series.keys() | record.summary.keys()
+    taken = {quantity.mlflow for name, quantity in QUANTITIES.items() if name in known and quantity.mlflow}
+    names = [name for name in record.series if name.startswith(USER) and name not in QUANTITIES]
+    return {name: key_of(name, chars) for name in names[: max(0, MAX_KEYS - len(taken | {NON_FINITE}))]}
+
+
+def points(record: RunRecord, chars: int = KEY_CHARS) -> list[Point]:
+    """Returns every metric value the window shows, in the order in which keys should first appear: by section.
 
     A value that is not finite is left out of its series; the step then carries 1 in 2-health/nonfinite, which is 0
     at all other recorded steps.
@@ -150,7 +215,8 @@ def points(record: RunRecord) -> list[Point]:
     found: list[Point] = []
     summary = record.summary | {"update_end": update_at_end(record)}
     ended = int(record.end["t"]) if record.end else 0
-    for name, quantity in QUANTITIES.items():
+    by_section = sorted(QUANTITIES.items(), key=lambda item: (item[1].mlflow or "").partition("/")[0])
+    for name, quantity in by_section:
         key = quantity.mlflow
         if key is None or key == NON_FINITE:
             continue
@@ -160,14 +226,14 @@ def points(record: RunRecord) -> list[Point]:
         elif name in record.series:
             found += _finite(key, record.series[name])
     first_other = next((index for index, point in enumerate(found) if point.key > NON_FINITE), len(found))
-    return found[:first_other] + _flags(record) + found[first_other:]
+    theirs = [point for name, key in user_keys(record, chars).items() for point in _finite(key, record.series[name])]
+    return found[:first_other] + _flags(record) + found[first_other:] + theirs
 
 
 def update_at_end(record: RunRecord) -> float | None:
     """Returns log10 of the last model update over the learning rate: arms with other rates can stand side by side."""
-    update = record.last_finite("update")
-    rate = record.start.get("config", {}).get("train", {}).get("optim", {}).get("lr")
-    return math.log10(update / rate) if update and rate else None
+    update, rate = record.last_finite("update"), at(record, "config", "train", "optim", "lr")
+    return math.log10(update / rate) if update and isinstance(rate, int | float) and rate > 0 else None
 
 
 def at_end(name: str, value: Any, t: int) -> Point | None:

@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from normscale.tracking.event_page import markdown
+from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
 from normscale.tracking.manifest import Manifest
-from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, update_at_end
-from normscale.tracking.mlflow_view import APART
-from normscale.tracking.reader import RunRecord
-from normscale.tracking.text import event_line, nonfinite_points, number
+from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, is_foreign, model_class, update_at_end, user_keys
+from normscale.tracking.mlflow_view import ALONE, APART
+from normscale.tracking.reader import RunRecord, at
+from normscale.tracking.record import USER
+from normscale.tracking.text import nonfinite_points, number
 
 ML = "workflowType=machine_learning"  # without it a first visit lands in the mode for language-model applications
+_MAX_EVENTS = 12  # that a run's page lists
 
 
 def run_path(experiment: str, run: str, artifact: str | None = None) -> str:
@@ -29,7 +33,9 @@ def charts_path(experiment: str, view: str) -> str:
 
 
 def verdict_of(manifest: Manifest) -> str:
-    """Returns the verdict's word, "pending" until there is one."""
+    """Returns the verdict's word, "smoke" where the runs are too short for one, "pending" until there is one."""
+    if manifest.verdict and manifest.profile == "smoke":
+        return "smoke"
     return str((manifest.verdict or {}).get("verdict") or "pending")
 
 
@@ -94,49 +100,110 @@ def claim_page(
     return "\n".join(lines)
 
 
-def run_page(record: RunRecord, word: str, experiment: str, run: str, event: str | None) -> str:
-    """Returns the front page of one run; `event` is the artifact folder of its first non-finite event."""
-    summary, start = record.summary, record.start
-    rows = start.get("rows") or []
-    steps = summary.get(
-        "steps", max((series.steps[-1] for series in record.series.values() if series.steps), default=0)
-    )
-    if word == "nan":
-        step, layer = summary.get("bad_step", -1), _index(summary.get("bad_layer"))
-        where = f" in sublayer {layer} of {len(rows)}" if layer is not None else ""
-        where += f" ({rows[layer]})" if layer is not None and layer < len(rows) else ""
-        bad = [item for item in nonfinite_points(record) if item[0] == step] or nonfinite_points(record)[:1]
-        kinds = "/".join(dict.fromkeys(item[2] for item in bad)) or "Non-finite"
-        first = f"**{kinds} at step {number(step)}**{where}, {number(summary.get('applied'))} steps applied before it."
-        if event:
-            first += f" [report]({run_path(experiment, run, event + '/report.md')})"
-    elif record.end is None:
-        first = f"**{word}** - {number(steps)} steps so far."
-    else:
-        gap = f"gap {number(summary.get('gap'), 3)} nats (unigram entropy {number(summary.get('unigram_nats'), 4)}"
-        first = f"**{word}** - {gap}, held-out loss {number(summary.get('loss_val'), 4)}) after {number(steps)} steps."
-    environment, identity, data = (start.get(key) or {} for key in ("environment", "identity", "data"))
-    facts = {
-        "run": record.run_id,
-        "data": " ".join(str(data.get(key, "")) for key in ("name", "digest"))[:60].strip(),
-        "device": f"{identity.get('device', '-')}, world {identity.get('world', '-')}",
-        "precision seen": ", ".join(f"{key} {value}" for key, value in (start.get("precision_seen") or {}).items()),
-        "parameters": number((start.get("model") or {}).get("params")),
-        "sublayers": number((start.get("model") or {}).get("sites")),
-        "seconds": number(summary.get("seconds")),
-        "tokens/s": number(summary.get("tokens_s")),
-        "host": f"{environment.get('host', '-')}, torch {environment.get('torch', '-')}",
-        "attempt": number(record.attempt),
-    }
-    lines = [first, f"[record]({run_path(experiment, run, 'record.txt')})", ""]
-    if word == "nan" and event:
-        lines += [f"![](get-artifact?path={quote(event)}/profile.png&run_uuid={run})", ""]
-    lines += [
-        "| | |",
-        "|---|---|",
-        *[f"| {key} | {_c(value)} |" for key, value in facts.items() if value not in ("", "-")],
-    ]
+def run_page(
+    record: RunRecord, word: str, experiment: str, run: str, events: Mapping[int, str], view: str = ALONE
+) -> str:
+    """Returns the front page of one run.
+
+    Args:
+        record: The run.
+        word: Its outcome.
+        experiment: Its experiment in MLflow.
+        run: Its run in MLflow.
+        events: {index of an event in the record: the artifact folder of its report}, once there are reports; -1 stands
+            for a stop that left no event.
+        view: The prepared view that shows the run among others.
+    """
+    lines = [_first_line(record, word), _second_line(record, experiment, run, events, view), ""]
+    bad = _first_bad(record)
+    if bad in events:
+        lines += [f"![](get-artifact?path={quote(events[bad])}/profile.png&run_uuid={run})", ""]
+    lines += ["| | |", "|---|---|"]
+    lines += [f"| {key} | {_c(value)} |" for key, value in _run_facts(record).items() if value not in ("", "-", None)]
+    if record.events:
+        lines += ["", "| step | what happened | |", "|---|---|---|"]
+    told = lines_of(record.events, record.start.get("rows") or [])
+    shown = sorted(sorted(told, key=lambda line: not line.bad)[:_MAX_EVENTS], key=lambda line: line.place)
+    for line in shown:
+        folder = events.get(line.place)
+        link = f"[report]({run_path(experiment, run, folder + '/report.html')})" if folder else ""
+        lines.append(f"| {line.step} | {_c(line.says)} | {link} |")
+    if len(told) > len(shown):
+        lines += ["", f"and {len(told) - len(shown)} more events"]
     return "\n".join(lines)
+
+
+def _first_line(record: RunRecord, word: str) -> str:
+    """Returns what became of the run, with the number or the place that says so."""
+    summary, rows = record.summary, record.start.get("rows") or []
+    reached = max((series.steps[-1] for series in record.series.values() if series.steps), default=0)
+    steps = summary.get("steps", reached)
+    bad = record.events[_first_bad(record)] if _first_bad(record) >= 0 else None
+    if word == "nan":
+        applied = ""
+        if isinstance(count := summary.get("applied"), int | float):
+            applied = f", {number(count)} step{'' if count == 1 else 's'} applied before it"
+        if bad is not None and bad.get("culprit"):
+            kind, _, where = sentence(bad, rows).partition(" ")
+            return f"**{kind} at step {number(bad.get('step'))}** {where}{applied}."
+        step, layer = summary.get("bad_step", -1), _index(summary.get("bad_layer"))
+        where = f" in sublayer {layer + 1} of {len(rows)}" if layer is not None else ""
+        where += f" ({rows[layer]})" if layer is not None and layer < len(rows) else ""
+        found = [item for item in nonfinite_points(record) if item[0] == step] or nonfinite_points(record)[:1]
+        kinds = "/".join(dict.fromkeys(item[2] for item in found)) or "Non-finite"
+        return f"**{kinds} at step {number(step)}**{where}{applied}."
+    more = "" if bad is None else f" Step {number(bad.get('step'))} was not finite: {sentence(bad, rows)}."
+    loss = f"training loss {number(record.last_finite('loss_train'))}"
+    if record.end is None:
+        return f"**{word}** - {number(steps)} steps so far, {loss}.{more}"
+    if is_foreign(record):
+        return f"**{word}** - {loss} after {number(steps)} steps.{more}"
+    gap = f"gap {number(summary.get('gap'), 3)} nats (unigram entropy {number(summary.get('unigram_nats'), 4)}"
+    held_out = number(summary.get("loss_val"), 4)
+    return f"**{word}** - {gap}, held-out loss {held_out}) after {number(steps)} steps.{more}"
+
+
+def _second_line(record: RunRecord, experiment: str, run: str, events: Mapping[int, str], view: str) -> str:
+    """Returns links: the first bad event's report, the record as text, the depth profiles, charts of runs like this."""
+    bad = _first_bad(record)
+    links = [f"[record]({run_path(experiment, run, 'record.txt')})"]
+    if record.profiles and record.end is not None and view == ALONE:  # of a claim's runs few carry pictures
+        links.append(f"[profiles over depth]({run_path(experiment, run, 'figures/depth.png')})")
+    links.append(f"[charts of all runs here]({charts_path(experiment, view)})")
+    if bad in events:
+        step = number(record.events[bad].get("step") if bad >= 0 else record.summary.get("bad_step"))
+        links.insert(0, f"[report of step {step}]({run_path(experiment, run, events[bad] + '/report.html')})")
+    return " - ".join(links)
+
+
+def _first_bad(record: RunRecord) -> int:
+    """Returns the place of the first event about values that are not finite, -1 where there is none."""
+    return next((index for index, event in enumerate(record.events) if is_bad(event)), -1)
+
+
+def _run_facts(record: RunRecord) -> dict[str, Any]:
+    environment, identity, data = (record.start.get(key) or {} for key in ("environment", "identity", "data"))
+    summary, seen = record.summary, record.start.get("precision_seen") or {}
+    more = [name for name in record.series if name.startswith(USER) and name not in user_keys(record)]
+    return {
+        "run": record.run_id,
+        "model": model_class(record) if is_foreign(record) else "",
+        "data": " ".join(str(data.get(key, "")) for key in ("name", "digest"))[:60].strip(),
+        "device": f"{identity.get('device', '-')}, world {identity.get('world', '-')}" if identity else "",
+        "precision seen": ", ".join(f"{key} {value}" for key, value in seen.items()),
+        "parameters": _number(at(record, "model", "params")),
+        "blocks" if is_foreign(record) else "sublayers": _number(
+            at(record, "model", "sites") or len(record.start.get("rows") or []) or None
+        ),
+        "seconds": _number(summary.get("seconds")),
+        "tokens/s": _number(summary.get("tokens_s")),
+        "host": f"{environment.get('host', '-')}, torch {environment.get('torch', '-')}" if environment else "",
+        "attempt": number(record.attempt),
+        "not charted": f"{len(more)} of its own scalars, for which there is no room; they are in data/metrics.parquet"
+        if more
+        else "",
+        "lost records": _number((record.end or {}).get("lost")),
+    }
 
 
 def family_page(claims: Sequence[tuple[str, str, str, str, str]]) -> str:
@@ -153,28 +220,8 @@ def family_page(claims: Sequence[tuple[str, str, str, str, str]]) -> str:
 
 
 def event_page(record: RunRecord, event: Mapping[str, Any]) -> str:
-    """Returns the report of one event: every field, and what was not finite at its step."""
-    step = event.get("step", 0)
-    lines = [
-        f"**{_c(event.get('event'))}** at step {step} of run `{record.run_id}`",
-        "",
-        "| field | value |",
-        "|---|---|",
-    ]
-    lists = {key: value for key, value in event.items() if isinstance(value, list | dict)}
-    for key, value in event.items():
-        if key not in ("kind", "event", "t") and key not in lists:
-            lines.append(f"| {_c(key)} | {_c(number(value) if isinstance(value, int | float) else value)} |")
-    for key, value in lists.items():
-        lines += ["", f"{key}:", ""]
-        lines += [f"- {_fields(item)}" for item in (value if isinstance(value, list) else [value])]
-    bad = [item for item in nonfinite_points(record) if item[0] == step]
-    if bad:
-        lines += ["", "Not finite at this step:", "", *[f"- {key} = {value}" for _, key, value in bad]]
-    others = [other for other in record.events if other is not event][:20]
-    if others:
-        lines += ["", "Other events:", "", *[f"- step {other.get('step')}: {event_line(other)}" for other in others]]
-    return "\n".join(lines) + "\n"
+    """Returns the report of one event as Markdown."""
+    return markdown(report_of(record, event), record.run_id)
 
 
 def _table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mapping[str, str]) -> list[str]:
@@ -231,12 +278,12 @@ def _measured(item: Mapping[str, Any]) -> str:
     return f"| {_c(item.get('name'))} | {number(item.get('value'), 3)} | {interval} | {_c(item.get('unit') or '')} |"
 
 
-def _fields(item: Any) -> str:
-    return ", ".join(f"{key} {value}" for key, value in item.items()) if isinstance(item, Mapping) else str(item)
-
-
 def _index(layer: Any) -> int | None:
     return int(layer) if isinstance(layer, int | float) and layer >= 0 else None
+
+
+def _number(value: Any) -> str:
+    return number(value) if isinstance(value, int | float | None) else str(value)
 
 
 def _c(value: Any) -> str:

@@ -3,25 +3,28 @@
 Values keep the time at which they were recorded, so that sending them again changes nothing.
 """
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from normscale.arguments import typed
 from normscale.errors import StoreError
 from normscale.tracking import mlflow_layout as layout
-from normscale.tracking.mlflow_store import Bounds, bounds, experiment, one_line, unreachable
+from normscale.tracking.mlflow_store import Bounds, bounds, experiment, one_line, too_slow, unreachable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
 _TRIALS = 2
+_AROUND = 80  # bytes of a request's JSON around one value's own: names of fields, number, time, step
 
 
 class Gone(Exception):
-    """The tracking server does not answer any more; the message says so in one line."""
+    """The tracking server does not answer, or takes too long to; the message says so in one line."""
 
 
 @dataclass
@@ -48,6 +51,21 @@ class SyncReport:
         return text if self.ok else f"{text}; {len(self.failures)} failed: {self.failures[0]}"
 
 
+def pieces(items: Sequence[Any], count: int, size: int, texts: Callable[[Any], Sequence[str]]) -> Iterator[list[Any]]:
+    """Gives the items in pieces of at most `count`, whose requests stay below `size` bytes as far as they can."""
+    piece: list[Any] = []
+    used = 0
+    for item in items:
+        own = _AROUND + sum(len(json.dumps(text)) for text in texts(item))
+        if piece and (len(piece) == count or used + own > 0.9 * size):
+            yield piece
+            piece, used = [], 0
+        piece.append(item)
+        used += own
+    if piece:
+        yield piece
+
+
 class Store:
     """One tracking store during one sync: what is there, and requests that are tried twice and never raise."""
 
@@ -63,7 +81,7 @@ class Store:
         """Runs an action, twice if need be; returns whether it went well and reports it if not.
 
         Raises:
-            Gone: it failed because the server does not answer.
+            Gone: it failed because the server does not answer, or not in time.
         """
         for trial in range(_TRIALS):
             try:
@@ -74,8 +92,10 @@ class Store:
             except Exception as error:  # mlflow raises many kinds, and no kind may stop the other runs
                 if (problem := unreachable(self.uri)) is not None:
                     raise Gone(problem) from None
-                failure = f"{what}: {one_line(error)}"
+                failure, slow = f"{what}: {one_line(error)}", error if self._is_too_slow(error) else None
                 time.sleep(0.2 * (trial + 1 < _TRIALS))
+        if slow is not None:
+            raise self._slow(slow)
         self.report.failures.append(failure)
         return False
 
@@ -94,7 +114,16 @@ class Store:
         except Exception as error:  # a record that nobody foresaw must not hide the others
             if (problem := unreachable(self.uri)) is not None:
                 raise Gone(problem) from None
+            if self._is_too_slow(error):
+                raise self._slow(error) from None
             self.report.failures.append(f"{what}: {one_line(error)}")
+
+    def _is_too_slow(self, error: BaseException) -> bool:
+        return self.uri.startswith(("http://", "https://")) and too_slow(error)
+
+    def _slow(self, error: BaseException) -> Gone:
+        """Returns what ends a sync whose server is too slow: every further request would be waited for as long."""
+        return Gone(f"tracking server {self.uri} is too slow ({one_line(error)}); `{typed('sync')}` goes on from there")
 
     def experiment(self, family: str | None) -> str:
         """Returns the id of the experiment of a claim's family or of runs without a claim."""
@@ -153,10 +182,11 @@ class Store:
         """Stores values in pieces as large as the installed mlflow takes; a bad piece does not lose the others."""
         from mlflow.entities import Metric
 
-        size, well = self.bounds.metrics, True
-        for first in range(0, len(points), size):
-            piece = [Metric(point.key, point.value, point.t, point.step) for point in points[first : first + size]]
+        first, well = 0, True
+        for part in pieces(points, self.bounds.metrics, self.bounds.request_bytes, lambda point: (point.key,)):
+            piece = [Metric(point.key, point.value, point.t, point.step) for point in part]
             name = f"{what}, values {first + 1} to {first + len(piece)}"
+            first += len(piece)
             sent = self.attempt(name, partial(self.client.log_batch, run, metrics=piece, synchronous=True))
             self.report.points += len(piece) * sent
             well = well and sent
@@ -171,11 +201,12 @@ class Store:
         new_params = [
             Param(key, value[: self.bounds.param_chars]) for key, value in params.items() if key not in run.data.params
         ]
-        size, well = self.bounds.params_tags // 2, True
-        for first in range(0, max(len(new_tags), len(new_params)), size):
-            new: dict[str, Any] = {"tags": new_tags[first : first + size], "params": new_params[first : first + size]}
-            send = partial(self.client.log_batch, run.info.run_id, synchronous=True, **new)
-            well &= self.attempt(f"{what}, tags", send)
+        size, well = self.bounds.params_tags, True
+        both: dict[str, list[Any]] = {"params": new_params, "tags": new_tags}
+        for kind, new in both.items():
+            for part in pieces(new, size, self.bounds.request_bytes, lambda one: (one.key, one.value)):
+                send = partial(self.client.log_batch, run.info.run_id, synchronous=True, **{kind: part})
+                well &= self.attempt(f"{what}, {kind}", send)
         return well
 
     def set_status(self, what: str, run: "Run", status: str, end: int | None) -> bool:

@@ -12,13 +12,14 @@ from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import sink_state
 from normscale.tracking.manifest import Manifest
 from normscale.tracking.mlflow_requests import Store
-from normscale.tracking.reader import RunRecord, read_run
+from normscale.tracking.mlflow_view import ALONE
+from normscale.tracking.reader import RunRecord, at, read_run
 from normscale.tracking.spool import SPOOL
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-LAYOUT = 1  # raise when the layout changes: every run is then looked at again
+LAYOUT = 2  # raise when the layout changes: every run is then looked at again
 
 
 def replay_run(
@@ -45,14 +46,15 @@ def replay_run(
         run = store.create(experiment, name, record.start.get("t"), tags)
     run_id = str(run.info.run_id)
     well = store.send_texts(what, run, {}, layout.params(record, depth))
-    points = layout.points(record)
+    points = layout.points(record, store.bounds.key_chars)
     last = {point.key: point.step for point in sorted(points, key=lambda point: point.step)}
     if not fresh:
         points = _unsent(store, run, record, points, known)
     well &= store.send_points(what, run_id, points)
     well &= _send_data(store, run, record)
-    event = next((artifacts.event_folder(bad) for bad in artifacts.bad_events(record)), None)
-    page = pages.run_page(record, tags["outcome"], experiment, run_id, event)
+    reported = artifacts.reported(record) if record.end is not None else {}
+    folders = {place: artifacts.event_folder(event) for place, event in reported.items()}
+    page = pages.run_page(record, tags["outcome"], experiment, run_id, folders, claim or ALONE)
     well &= store.send_texts(what, run, {**tags, "mlflow.note.content": page, "mlflow.runName": name}, {})
     files = stamp(LAYOUT, spool)
     if record.end is not None and known.get("files") != files:
@@ -71,7 +73,7 @@ def run_tags(
 ) -> dict[str, str]:
     """Returns the tags of a run, without its description."""
     environment = record.start.get("environment") or {}
-    scheme = str(((record.start.get("config") or {}).get("model") or {}).get("scheme") or "")
+    scheme = str(at(record, "config", "model", "scheme") or "") or layout.model_class(record)
     tags = {
         "normscale.kind": "run",
         "normscale.run": record.run_id,
@@ -92,20 +94,43 @@ def run_tags(
     return {key: value for key, value in tags.items() if value}
 
 
-def draw_run(store: Store, record: RunRecord, claim: str, run_id: str, ranges: artifacts.Spans) -> None:
-    """Writes the missing pictures of an ended run."""
-    if is_drawn(store, record, claim, run_id):
+def draw_run(store: Store, record: RunRecord, claim: str, run_id: str, ranges: artifacts.Spans | None = None) -> None:
+    """Writes the missing pictures of a run: all of an ended one, those that are due of one that goes on."""
+    if record.end is not None and is_drawn(store, record, claim, run_id):
+        return
+    path = record.run_dir / sink_state.RUN_FILE
+    known = sink_state.load(path, store.uri).get(claim, {})
+    drawn = set(known.get("drawn", [])) if known.get("run") == run_id else set()
+    wanted = artifacts.wanted_pictures(record)
+    missing = {place: draw for place, draw in wanted.items() if _place(*place) not in drawn}
+    if not missing and record.end is None:
         return
 
     def upload() -> None:
-        store.report.pictures += artifacts.upload_pictures(store.client, run_id, record, ranges)
+        when = int(record.end["t"]) if record.end is not None else last_time(record)
+        given = ranges if ranges is not None else artifacts.spans([record])
+        store.report.pictures += artifacts.upload_pictures(store.client, run_id, missing, given, when)
+        if record.end is not None:
+            artifacts.upload_figure(store.client, run_id, record)
 
     if store.attempt(f"run {record.run_id}, pictures", upload):
-        path = record.run_dir / sink_state.RUN_FILE
         remembered = sink_state.load(path, store.uri)
         if claim in remembered:
-            remembered[claim]["pictures"] = record.attempt
+            remembered[claim]["drawn"] = sorted(drawn | {_place(*place) for place in wanted})
+            if record.end is not None:
+                remembered[claim]["pictures"] = record.attempt
             sink_state.save(path, store.uri, remembered)
+
+
+def _place(key: str, step: int) -> str:
+    return f"{key}@{step}"
+
+
+def is_stored(run_dir: Path, uri: str) -> bool:
+    """Returns whether a store is known to hold all that a run has recorded by now, with its pictures."""
+    files = stamp(LAYOUT, file_stamp(run_dir / SPOOL))
+    known = sink_state.load(run_dir / sink_state.RUN_FILE, uri)
+    return any(entry.get("files") == files and "pictures" in entry for entry in known.values())
 
 
 def is_drawn(store: Store, record: RunRecord, claim: str, run_id: str) -> bool:

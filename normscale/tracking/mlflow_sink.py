@@ -12,15 +12,14 @@ from functools import partial
 from pathlib import Path
 
 from normscale.errors import StoreError
-from normscale.tracking import mlflow_artifacts as artifacts
 from normscale.tracking import mlflow_layout as layout
 from normscale.tracking.files import locked
 from normscale.tracking.manifest import read_manifest
-from normscale.tracking.mlflow_claim import replay_claim, replay_family
+from normscale.tracking.mlflow_claim import replay_claim, replay_family, send_view
 from normscale.tracking.mlflow_requests import Gone, Store, SyncReport
 from normscale.tracking.mlflow_run import cached_record, draw_run, replay_run, run_tags
 from normscale.tracking.mlflow_store import ensure_store, one_line, resolve, unreachable
-from normscale.tracking.reader import is_written
+from normscale.tracking.reader import at, is_written
 from normscale.tracking.sink_process import finish_sink, links, parent_gone, start_sink, ui, ui_command, wait_for_health
 from normscale.tracking.spool import SPOOL
 
@@ -105,6 +104,8 @@ def _replay(store: Store, runs: Path, only: list[str] | None, live: bool) -> Non
     for family in dict.fromkeys(families):
         store.guard(f"claims of {family}", partial(replay_family, store, store.experiment(family)))
     claimed = {run for manifest in manifests for run in manifest.runs}
+    if not claimed.issuperset(names):
+        store.guard("view of all runs", partial(send_view, store, None))
     for name in names:
         if name not in claimed and (only is None or name in only):
             store.guard(f"run {name}", partial(_replay_lone, store, runs / name))
@@ -125,14 +126,12 @@ def _replay_lone(store: Store, run_dir: Path) -> None:
             outer = None
     experiment = experiment or store.experiment(None)
     alive = record.end is None and is_written(run_dir)
-    config = record.start.get("config") or {}
-    colour = layout.colour_alone(str((config.get("model") or {}).get("scheme")))
+    colour = layout.colour_alone(str(at(record, "config", "model", "scheme") or layout.model_class(record)))
     tags = run_tags(record, layout.outcome(record, None, alive), colour, None, outer)
-    name = config.get("name")
+    name = at(record, "config", "name") or record.start.get("name")
     title = record.run_id if name in (None, "run") else f"{name} {record.run_id}"
     there = replay_run(store, record, experiment, title, tags, None, alive)
-    if record.end is not None:
-        draw_run(store, record, "", there, artifacts.spans([record]))
+    draw_run(store, record, "", there)
 
 
 def _say(report: SyncReport) -> None:

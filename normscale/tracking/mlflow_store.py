@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from normscale.arguments import typed
 from normscale.errors import StoreError
 from normscale.tracking.files import locked
 
@@ -38,6 +39,8 @@ class Bounds:
     param_chars: int
     experiment_tag_chars: int
     digest_chars: int
+    key_chars: int
+    request_bytes: int
 
 
 def resolve(uri: str) -> str:
@@ -117,7 +120,7 @@ def unreachable(uri: str) -> str | None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         return (
-            f"tracking server {uri} does not answer ({reason}); nothing is lost, `normscale sync` replays the records"
+            f"tracking server {uri} does not answer ({reason}); nothing is lost, `{typed('sync')}` replays the records"
         )
 
 
@@ -169,6 +172,8 @@ def bounds() -> Bounds:
         param_chars=v.MAX_PARAM_VAL_LENGTH,
         experiment_tag_chars=v.MAX_EXPERIMENT_TAG_VAL_LENGTH,
         digest_chars=v.MAX_DATASET_DIGEST_SIZE,
+        key_chars=v.MAX_ENTITY_KEY_LENGTH,
+        request_bytes=v.MAX_BATCH_LOG_REQUEST_SIZE,
     )
 
 
@@ -195,6 +200,16 @@ def one_line(error: BaseException) -> str:
     """Returns an error as one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def too_slow(error: BaseException) -> bool:
+    """Returns whether a request failed because no answer came in time."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, TimeoutError) or type(seen).__name__ in ("ReadTimeout", "ConnectTimeout", "Timeout"):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return "timed out" in str(error).lower()
 
 
 def _reason(error: BaseException) -> str:

@@ -10,33 +10,36 @@ import zlib
 from typing import Any
 
 from normscale.tracking.manifest import Manifest
+from normscale.tracking.record import QUANTITIES
 
 TAG = "mlflow.sharedViewState."
 APART = "long"  # the role whose runs are left out: their five times longer step axis would squeeze all others
+ALONE = "runs"  # the key of the view of all runs that belong to no claim
 
 
-def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
-    """Returns the state of a claim's view; `by_cell` groups seeds of one arm and depth to a line with a band."""
+def view(manifest: Manifest | None, *, by_cell: bool = False) -> dict[str, Any]:
+    """Returns the state of a claim's view, or of that of all runs of no claim.
+
+    `by_cell` groups seeds of one arm and depth to a line with a band; a group has no images.
+    """
     same = {"isGenerated": False, "deleted": False}
-    sections = ["1 Verdict", "2 Loss", "3 Gradients over depth", "4 Residual stream", "5 Health"]
     # A claim about signals takes steps too few and too small to learn by: its chart is what it measures, not the loss.
-    verdict = ["0-end/update", "3-grad/lastout"] if manifest.family == "signals" else ["0-end/gap", "0-end/gslope"]
-    charts = [
-        *(_scatter("layers", metric, 0) for metric in verdict),
-        _line("1-loss/val", 1, "linear"),
-        _line("1-loss/train", 1, "linear"),
-        _images("3-grad/heat", 2),
-        _line("3-grad/first", 2, "log"),
-        _line("3-grad/norm", 2, "log"),
-        _images("4-resid/heat", 3),
-        _line("4-resid/last", 3, "log"),
-        _line("5-update/drift", 3, "log"),
-        _line("2-health/nonfinite", 4, "linear"),
-        _line("2-health/spike", 4, "linear"),
-    ]
+    signals = manifest is not None and manifest.family == "signals"
+    verdict = ["0-end/update", "3-grad/lastout"] if signals else ["0-end/gap", "0-end/gslope"]
+    groups = {"Verdict": [_scatter("layers", metric) for metric in verdict]} if manifest else {}
+    charted = groups | _sections()
+    names: list[str] = []
+    charts: list[dict[str, Any]] = []
+    for name, own in charted.items():
+        kept = [chart for chart in own if not (by_cell and chart["type"] == "IMAGE")]
+        charts += [{**chart, "metricSectionId": f"s{len(names)}"} for chart in kept]
+        names += [f"{len(names) + 1} {name}"] * bool(kept)
+    runs = "tags.normscale.kind = 'run'"
+    if manifest is not None:
+        runs = f"tags.normscale.claim = '{manifest.id}' and tags.normscale.profile = '{manifest.profile}'"
+        runs += f" and tags.normscale.kind = 'arm' and tags.role != '{APART}'"
     return {
-        "searchFilter": f"tags.normscale.claim = '{manifest.id}' and tags.normscale.profile = '{manifest.profile}'"
-        f" and tags.normscale.kind = 'arm' and tags.role != '{APART}'",
+        "searchFilter": runs,
         "orderByKey": "tags.`mlflow.runName`",  # this order flattens the tree of parent and children
         "orderByAsc": True,
         "startTime": "ALL",
@@ -47,7 +50,7 @@ def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
             "tags.`outcome`",
             *(f"metrics.`{metric}`" for metric in verdict),
             "params.`layers`",
-            "params.`scheme`",
+            "params.`scheme`" if manifest else "tags.`arm`",
             "params.`lr`",
         ],
         "columnOrder": [],
@@ -55,13 +58,9 @@ def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
         "runsHiddenMode": "SHOWALL",
         "compareRunSections": [
             {"uuid": f"s{number}", "name": name, "display": True, "isReordered": False, **same}
-            for number, name in enumerate(sections)
+            for number, name in enumerate(names)
         ],
-        "compareRunCharts": [
-            {"uuid": f"c{number}", **chart, **same}
-            for number, chart in enumerate(charts)
-            if not (by_cell and chart["type"] == "IMAGE")  # a group has no images
-        ],
+        "compareRunCharts": [{"uuid": f"c{number}", **chart, **same} for number, chart in enumerate(charts)],
         "groupBy": {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "cell"}]}
         if by_cell
         else None,
@@ -72,6 +71,40 @@ def view(manifest: Manifest, *, by_cell: bool = False) -> dict[str, Any]:
         "runListHidden": False,
         "isAccordionReordered": True,  # else the sections are sorted by name, among the automatic ones
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+    }
+
+
+def _sections() -> dict[str, list[dict[str, Any]]]:
+    """Returns the charts of each section, in the order of the keys' own sections; keys of no quantity are left out."""
+    sections = {
+        "Loss": [_line("1-loss/val"), _line("1-loss/train"), _line("1-loss/logz")],
+        "Health": [
+            _line("2-health/nonfinite"),
+            _line("2-health/headroom"),
+            _line("2-health/overflow_in", "log"),
+            _line("2-health/skipped"),
+            _line("2-health/spike"),
+            _line("2-health/spike_grad"),
+        ],
+        "Gradients over depth": [
+            _images("3-grad/heat"),
+            _line("3-grad/first", "log"),
+            _line("3-grad/norm", "log"),
+            _line("3-grad/slope"),
+        ],
+        "Residual stream": [_images("4-resid/heat"), _line("4-resid/last", "log"), _line("4-resid/growth")],
+        "Update": [_line("5-update/drift", "log"), _line("5-update/rel_p50", "log"), _line("5-update/rel_max", "log")],
+        "Attention": [_line("6-attn/logit_max", "log"), _line("6-attn/entropy_min")],
+        "Adam and epsilon": [
+            _line("7-adam/eps_share"),
+            _line("7-eps/share_max"),
+            _line("7-eps/change_max", "log"),
+        ],
+    }
+    known = {quantity.mlflow for quantity in QUANTITIES.values()}
+    return {
+        name: [chart for chart in charts if chart["type"] == "IMAGE" or chart["metricKey"] in known]
+        for name, charts in sections.items()
     }
 
 
@@ -86,23 +119,22 @@ def unpack(packed: str) -> dict[str, Any]:
     return state
 
 
-def _scatter(param: str, metric: str, section: int) -> dict[str, Any]:
+def _scatter(param: str, metric: str) -> dict[str, Any]:
     axes = {
         "xaxis": {"key": param, "type": "PARAM", "index": 0},
         "yaxis": {"key": metric, "type": "METRIC", "index": 0},
     }
-    return {"type": "SCATTER", "metricSectionId": f"s{section}", "runsCountToCompare": 100, **axes}
+    return {"type": "SCATTER", "runsCountToCompare": 100, **axes}
 
 
-def _images(key: str, section: int) -> dict[str, Any]:
+def _images(key: str) -> dict[str, Any]:
     shown = {"imageKeys": [key], "step": 0, "showRunParams": False}
-    return {"type": "IMAGE", "metricSectionId": f"s{section}", "runsCountToCompare": 10, **shown}
+    return {"type": "IMAGE", "runsCountToCompare": 10, **shown}
 
 
-def _line(metric: str, section: int, scale: str) -> dict[str, Any]:
+def _line(metric: str, scale: str = "linear") -> dict[str, Any]:
     return {
         "type": "LINE",
-        "metricSectionId": f"s{section}",
         "metricKey": metric,
         "selectedMetricKeys": [metric],
         "scaleType": scale,

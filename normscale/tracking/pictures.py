@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,22 @@ def limits(arrays: Sequence[NDArray[np.float32]]) -> Limits:
     low, high = np.percentile(together, [0.5, 99.5])
     bottom, top = math.floor(float(low) + 1e-6), math.ceil(float(high) - 1e-6)
     if top - bottom < 2:  # a flat profile should look flat
-        bottom = bottom - 1
-        top = max(top, bottom + 2)
+        bottom = round(float(low + high) / 2) - 1
+        top = bottom + 2
     return 10.0**bottom, 10.0**top
 
 
-def heat(steps: Sequence[int], data: NDArray[np.float32], label: str, span: Limits) -> Picture:
+def heat(
+    steps: Sequence[int],
+    data: NDArray[np.float32],
+    label: str,
+    span: Limits,
+    marks: Sequence[tuple[int, int | None]] = (),
+) -> Picture:
     """Returns a picture of `data` [steps, rows] with steps to the right and depth upwards, colours logarithmic.
+
+    `marks` are (step, row) of values that went bad, shown as crosses, at the upper edge where the row is not known:
+    they may lie between records.
 
     Shape: data [len(steps), rows]; picture [HEIGHT, WIDTH, 3].
     """
@@ -58,6 +67,12 @@ def heat(steps: Sequence[int], data: NDArray[np.float32], label: str, span: Limi
     with _drawing() as (figure, axes):
         picture = colours(np.clip(field, 0.0, 1.0))
         axes.imshow(picture, origin="lower", aspect="auto", extent=(first, last, 0.0, 1.0), interpolation="nearest")
+        rows = data.shape[1]
+        dot: dict[str, Any] = {"color": NON_FINITE, "markersize": 20, "markeredgecolor": "white"}
+        for step, row in marks:
+            height = 1.0 if row is None or row >= rows else (row + 0.5) / rows
+            axes.plot([step], [height], "X", clip_on=False, zorder=5, **dot)
+        axes.set_xlim(first, max([last, *(step for step, _ in marks)]))
         axes.set_xlabel("step")
         axes.set_ylabel("layer / L")
         axes.set_yticks([0.0, 0.5, 1.0])
@@ -65,22 +80,32 @@ def heat(steps: Sequence[int], data: NDArray[np.float32], label: str, span: Limi
         bar = figure.colorbar(ScalarMappable(LogNorm(*span), colours), ax=axes, pad=0.03)
         bar.set_label(label)
         _decades(bar.ax.yaxis, span)
-        return _pixels(figure)
+        return pixels(figure)
 
 
-def profile(data: NDArray[np.float32], label: str, span: Limits, step: int, bad_row: int | None = None) -> Picture:
+def profile(
+    data: NDArray[np.float32],
+    label: str,
+    span: Limits,
+    step: int,
+    bad_row: int | None = None,
+    before: tuple[int, NDArray[np.float32]] | None = None,
+) -> Picture:
     """Returns a picture of one array over depth, on a logarithmic axis of fixed range.
 
-    Values that are not finite stand as magenta marks on the upper edge; `bad_row` is marked by a line.
+    Values that are not finite stand as magenta marks on the upper edge; `bad_row` is marked by a line, and `before`, an
+    earlier step and its array, is drawn in grey.
     Shape: data [rows]; picture [HEIGHT, WIDTH, 3].
     """
     values = np.asarray(data, dtype=np.float64)
     depth = np.linspace(0.0, 1.0, values.size) if values.size > 1 else np.array([0.5] * values.size)
     good = np.isfinite(values)
-    shown = np.where(good & (values > 0), np.clip(values, *span), np.where(good, span[0], np.nan))
     with _drawing() as (figure, axes):
         marker = "o" if values.size <= 60 else ""
-        axes.plot(depth, shown, color="#333333", linewidth=3, marker=marker, markersize=7)
+        if before is not None:
+            axes.plot(depth, _inside(before[1], span), color="#999999", linewidth=3, linestyle="--")
+            axes.text(0.97, 0.84, f"step {before[0]}", ha="right", va="top", color="#888888", transform=axes.transAxes)
+        axes.plot(depth, _inside(values, span), color="#333333", linewidth=3, marker=marker, markersize=7)
         axes.plot(depth[~good], np.full((~good).sum(), span[1]), "v", color=NON_FINITE, markersize=16, clip_on=False)
         if bad_row is not None and 0 <= bad_row < values.size:
             axes.axvline(depth[bad_row], color=NON_FINITE, linewidth=4, alpha=0.6)
@@ -92,7 +117,14 @@ def profile(data: NDArray[np.float32], label: str, span: Limits, step: int, bad_
         _decades(axes.yaxis, span)
         axes.grid(alpha=0.3)
         axes.text(0.97, 0.94, f"step {step}", ha="right", va="top", transform=axes.transAxes)
-        return _pixels(figure)
+        return pixels(figure)
+
+
+def _inside(data: NDArray[Any], span: Limits) -> NDArray[np.float64]:
+    """Returns the values that can be drawn on a logarithmic axis, moved to its ends where they are beyond; else NaN."""
+    values = np.asarray(data, dtype=np.float64)
+    good = np.isfinite(values)
+    return np.where(good & (values > 0), np.clip(values, *span), np.where(good, span[0], np.nan))
 
 
 def _log10(array: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -104,8 +136,12 @@ def _log10(array: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def _ends(steps: Sequence[int]) -> tuple[float, float]:
+    """Returns the ends of the step axis: the last record has a width, too, since a run that crashed did so there."""
     first, last = float(steps[0]), float(steps[-1])
-    return (first, last) if last > first else (first - 0.5, first + 0.5)
+    if last == first:
+        return first - 0.5, first + 0.5
+    width = float(np.median(np.diff(np.asarray(steps, dtype=np.float64))))
+    return first, last + min(max(width, 0.02 * (last - first)), 0.1 * (last - first))
 
 
 def _grid(steps: Sequence[int], data: NDArray[np.float32], first: float, last: float) -> NDArray[np.float64]:
@@ -153,7 +189,11 @@ def _decades(axis: "Axis", span: Limits) -> None:
     axis.set_major_formatter(FixedFormatter([f"$10^{{{power}}}$" for power in powers]))
 
 
-def _pixels(figure: "Figure") -> Picture:
+def pixels(figure: "Figure") -> Picture:
+    """Returns what a figure looks like.
+
+    Shape: result [height, width, 3].
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

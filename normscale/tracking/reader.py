@@ -44,6 +44,7 @@ class Profile:
 class RunRecord:
     """Everything the spool of a run says, newest attempt first.
 
+    `ledger` has a row for each attempted step: whether it was applied and why not, its learning rate, norms and scales.
     `attempt` is the newest attempt, `first_attempt` the oldest whose records count (a restart from step 0 drops all
     before it), `torn` the number of unreadable lines, `reached` {attempt: its last step with metrics} of those that
     count and whose start is there.
@@ -60,6 +61,7 @@ class RunRecord:
     first_attempt: int = 1
     torn: int = 0
     reached: dict[int, int] = field(default_factory=dict)
+    ledger: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -103,7 +105,45 @@ def read_run(run_dir: Path) -> RunRecord:
     run_id = str(start.get("run_id") or run_dir.name)
     series, profiles = _series(kept), _profiles(kept)
     reached = _reached(kept)
-    return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn, reached)
+    ledger = _ledger(kept)
+    return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn, reached, ledger)
+
+
+def last_whole(profile: Profile) -> int:
+    """Returns the place of the newest array that is finite throughout, else of the newest.
+
+    Rows that are NaN at every step have no such number, as sublayers without attention have no attention logit.
+    """
+    there = profile.data[:, ~np.isnan(profile.data).all(axis=0)]
+    whole: list[int] = np.flatnonzero(np.isfinite(there).all(axis=1)).tolist() if there.size else []
+    return whole[-1] if whole else len(profile.steps) - 1
+
+
+def at(record: RunRecord, *keys: str) -> Any:
+    """Returns a field of the start record, None where it or a section around it is missing."""
+    found: Any = record.start
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def row_names(record: RunRecord, profile: str) -> list[str]:
+    """Returns what the rows of a profile are of, [] where that is not known.
+
+    The start record names the rows of most (`rows`), and in `profile_rows` those of others, or the field that holds
+    them. Profiles over blocks have a row for each group of sublayers.
+    """
+    count = record.profiles[profile].data.shape[1] if profile in record.profiles else 0
+    own = record.start.get("profile_rows")
+    named = own.get(profile) if isinstance(own, dict) else None
+    named = record.start.get(named) if isinstance(named, str) else named  # a list that several profiles share
+    if isinstance(named, list) and len(named) == count:
+        return [str(name) for name in named]
+    rows: list[str] = record.start.get("rows") or []
+    if len(rows) == count:
+        return rows
+    blocks = list(dict.fromkeys(row.rpartition(".")[0] for row in rows))
+    return blocks if len(blocks) == count else []
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -190,6 +230,18 @@ def _is_event(record: dict[str, Any]) -> bool:
     return _whole(record.get("step")) and isinstance(record.get("event"), str)
 
 
+def _is_ledger(record: dict[str, Any]) -> bool:
+    columns, why = record.get("columns"), record.get("not_applied")
+    if not (_whole(record.get("step")) and _whole(record.get("first")) and isinstance(columns, dict)):
+        return False
+    steps = record["step"] - record["first"] + 1
+    good = all(
+        isinstance(column, list) and len(column) == steps and all(x is None or _number(x) for x in column)
+        for column in columns.values()
+    )
+    return good and isinstance(why, dict) and all(isinstance(reason, str) for reason in why.values())
+
+
 def _is_end(record: dict[str, Any]) -> bool:
     summary = record.get("summary", {})
     if not (record.get("outcome") in get_args(Outcome) and _whole(record.get("exit_code"))):
@@ -204,6 +256,7 @@ _CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "metrics": _is_metrics,
     "profile": _is_profile,
     "event": _is_event,
+    "ledger": _is_ledger,
     "end": _is_end,
 }
 
@@ -295,6 +348,21 @@ def _differing(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             }
             events.setdefault(record["attempt"], event)["values"] += 1
     return list(events.values())
+
+
+def _ledger(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each attempted step, by step: of a step that was made again, what its newest attempt told."""
+    newest: dict[int, tuple[int, dict[str, Any]]] = {}
+    for record in records:
+        if record["kind"] != "ledger":
+            continue
+        for i, step in enumerate(range(record["first"], record["step"] + 1)):
+            reason = record["not_applied"].get(str(step))
+            row = {"step": step, "applied": reason is None, "reason": reason}
+            row |= {name: restored(column[i]) for name, column in record["columns"].items()}
+            if step not in newest or newest[step][0] <= record["attempt"]:
+                newest[step] = (record["attempt"], row)
+    return [row for _, (_, row) in sorted(newest.items())]
 
 
 def _profiles(records: Sequence[dict[str, Any]]) -> dict[str, Profile]:

@@ -3,36 +3,38 @@
 import math
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from normscale.config.sources import plain
 from normscale.progress import duration
-from normscale.tracking.draw import Look, Plot, Points, log_span, span_of, sparkline
-from normscale.tracking.mlflow_layout import outcome
-from normscale.tracking.reader import RunRecord
+from normscale.tracking.draw import Look, Plot, Points, span_of
+from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
+from normscale.tracking.mlflow_layout import is_foreign, model_class, outcome, settings_of
+from normscale.tracking.reader import RunRecord, at
 from normscale.tracking.record import TRAINED_NATS
+from normscale.tracking.show_depth import depth
 from normscale.tracking.spool import strict
-from normscale.tracking.text import event_line, number
+from normscale.tracking.text import number
 
 LABEL = 10  # columns of the labels at the left
 PLOT_LINES = 9
 MAX_EVENTS = 12
 WORDS = {
     "trained": ("finished: trained", "good"),
-    "plateau": (f"finished: within {TRAINED_NATS} nats of the unigram entropy", "open"),
-    "diverged": (f"finished: {TRAINED_NATS} nats or more above the unigram entropy", "bad"),
+    "plateau": ("finished: no better than byte frequencies", "open"),
+    "diverged": ("finished: worse than byte frequencies", "bad"),
+    "finished": ("finished", "good"),
     "nan": ("stopped: not finite", "bad"),
     "error": ("failed", "bad"),
     "interrupted": ("interrupted", "open"),
     "running": ("running", "open"),
 }
 TOPOLOGY = {(True, True): "encoder-decoder", (True, False): "encoder-only", (False, True): "decoder-only"}
-BY_KIND, BY_SIDE = 2, 1  # how much of a site's name stays when its kind is grouped
-TOO_MANY = ("stream_absmax", "branch_rms", "branch_absmax", "stream_nonfinite", "branch_nonfinite")
-SHOWN = {"stream_rms": ("stream RMS", BY_SIDE), "grad_norm": ("gradient", BY_KIND)}
+RUN_UP = 5  # steps before a bad value that are shown
+WIDEST = 24  # characters of a cell of their table
+HANDED_ON = 6  # modules
 
 
 def show(record: RunRecord, alive: bool, look: Look) -> list[str]:
@@ -40,7 +42,7 @@ def show(record: RunRecord, alive: bool, look: Look) -> list[str]:
     lines = _head(record, alive, look)
     for label, text in (*_what(record), ("", ""), *_numbers(record, alive)):
         lines += _labelled(label, text, look)
-    for section in (_loss(record, look), _depth(record, look), _events(record, look)):
+    for section in (_loss(record, look), depth(record, look), _first_bad(record, look), _events(record, look)):
         lines += ["", *section] if section else []
     return lines
 
@@ -63,18 +65,11 @@ def as_json(record: RunRecord, alive: bool) -> dict[str, Any]:
             "start": record.start,
             "end": record.end,
             "events": record.events,
+            "ledger": record.ledger,
             "series": series,
             "profiles": profiles,
         }
     )
-    return found
-
-
-def at(record: RunRecord, *keys: str) -> Any:
-    """Returns a field of the start record, None where it or a section around it is missing."""
-    found: Any = record.start
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 
@@ -111,6 +106,8 @@ def _what(record: RunRecord) -> list[tuple[str, str]]:
     """Returns what the run is, as (label, text)."""
     if not record.start:
         return [("", "its start record is missing or unreadable: what it is, is not known")]
+    if is_foreign(record):
+        return _foreign(record)
     model, train = at(record, "config", "model") or {}, at(record, "config", "train") or {}
     blocks = {side: model.get(side) for side in ("N", "M") if isinstance(model.get(side), int) and model.get(side)}
     topology = TOPOLOGY.get(("N" in blocks, "M" in blocks), "")
@@ -125,9 +122,7 @@ def _what(record: RunRecord) -> list[tuple[str, str]]:
     data, seen = at(record, "data") or {}, at(record, "precision_seen") or {}
     task = at(record, "config", "data", "task") or data.get("task")
     source = f"{_n(task)} on {_n(data.get('name'))}" if task else _n(data.get("name"))
-    identity, where = at(record, "identity") or {}, at(record, "environment") or {}
     asked = at(record, "config", "precision", "compute")
-    threads = where.get("threads") or identity.get("threads")
     facts = [
         ("model", f"{_n(model.get('scheme'))}, {topology}: {', '.join(shape)}"),
         ("", ", ".join(made)),
@@ -143,6 +138,15 @@ def _what(record: RunRecord) -> list[tuple[str, str]]:
             "kernels",
             f"norms {_n(at(record, 'backend', 'norm'))}, attention {_n(at(record, 'backend', 'attention'))}",
         ),
+    ]
+    return [(label, plain(text, 400)) for label, text in [*facts, *_where(record)] if text]
+
+
+def _where(record: RunRecord) -> list[tuple[str, str]]:
+    """Returns where it ran and what it is known by, as (label, text)."""
+    identity, where = at(record, "identity") or {}, at(record, "environment") or {}
+    threads = where.get("threads") or identity.get("threads")
+    return [
         (
             "ran on",
             f"{_n(identity.get('device'))} {_n(identity.get('device_name'))}, {_n(threads)} threads, "
@@ -154,7 +158,24 @@ def _what(record: RunRecord) -> list[tuple[str, str]]:
         ),
         ("identity", f"{_n(identity.get('hash'))[:16]}, sources {_n(identity.get('sources'))}"),
     ]
-    return [(label, plain(text, 400)) for label, text in facts if text]
+
+
+def _foreign(record: RunRecord) -> list[tuple[str, str]]:
+    """Returns what is known of a run of another loop, as (label, text)."""
+    rows = record.start.get("rows") or []
+    made = [
+        model_class(record) or "of another loop",
+        f"{amount(at(record, 'model', 'params'))} parameters" if at(record, "model", "params") else "",
+        f"{len(rows)} rows over depth, {rows[0]} to {rows[-1]}" if rows else "",
+    ]
+    facts = [
+        ("model", ", ".join(part for part in made if part)),
+        ("settings", ", ".join(f"{key}={_n(item)}" for key, item in settings_of(record).items())),
+        ("precision", _by_value(at(record, "precision_seen") or {})),
+    ]
+    needs = {"ran on": ("identity",), "software": ("environment",), "identity": ("identity", "hash")}
+    facts += [(label, text.replace(", git -", "")) for label, text in _where(record) if at(record, *needs[label])]
+    return [(label, plain(text, 400)) for label, text in facts if text not in ("", "-")]
 
 
 def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
@@ -165,16 +186,22 @@ def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
     side = ""
     if _is_number(gap):
         side = f"; {abs(gap):.3g} {'below' if gap >= 0 else 'above'} the unigram entropy {number(nats)}"
-    losses = f"held-out {number(held_out)}, training {number(value(record, 'loss_train'))}{side}"
+        side += f", which is what byte frequencies alone give (trained: {TRAINED_NATS} or more below)"
+    losses = f"training {number(value(record, 'loss_train'))}{side}"
+    if held_out is not None or not is_foreign(record):
+        losses = f"held-out {number(held_out)}, {losses}"
     if not side and (last := record.last_finite("loss_train")) is not None:
         losses += f"; the last finite training loss was {number(last)}"
     attempted = record.summary.get("steps", max((s.steps[-1] for s in record.series.values() if s.steps), default=0))
+    asked = at(record, "config", "train", "steps")
     steps = (
-        f"{number(attempted)} of {_n(at(record, 'config', 'train', 'steps'))} attempted, "
+        f"{number(attempted)}{'' if asked is None else f' of {_n(asked)}'} attempted, "
         f"{number(value(record, 'applied'))} applied, {number(value(record, 'skipped'))} skipped; "
         f"spike score {number(value(record, 'spike'))}"
     )
     found = [("loss", losses), ("steps", steps)]
+    if reasons := Counter(str(row["reason"]) for row in record.ledger if row.get("reason")):
+        found.append(("", "not applied: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items())))
     if bad := _bad(record):
         found.append(("bad", bad))
     slope, least = value(record, "grad_slope"), value(record, "grad_min_end")
@@ -190,18 +217,23 @@ def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
         peak, source = record.summary.get("peak_flops"), record.summary.get("peak_source")
         speed += f"; MFU {100 * mfu:.3g} % of {amount(peak, 'FLOP/s')} ({_n(source)})"
         speed += f", {amount(record.summary.get('flops_per_step'), 'FLOP')} a step"
-    found.append(("speed", speed))
+    if value(record, "tokens_s") is not None or not is_foreign(record):
+        found.append(("speed", speed))
     if _is_number(memory := value(record, "peak_memory_bytes")):
         found.append(("memory", f"{amount(memory, 'B')} at the most ({_n(record.summary.get('peak_memory_source'))})"))
     found.append(("time", _time(record, alive)))
     if record.torn:
         found.append(("note", f"{record.torn} unreadable lines of its records are left out"))
+    if lost := (record.end or {}).get("lost"):
+        found.append(("note", f"{_n(lost)} records could not be written and are missing"))
     return [(label, plain(text, 400)) for label, text in found]
 
 
 def _bad(record: RunRecord) -> str:
     """Returns where it first was not finite, empty where it never was."""
     event = next((event for event in record.events if event.get("event") == "nonfinite"), {})
+    if event.get("culprit"):
+        return f"first at step {_n(event.get('step'))}: {sentence(event)}"
     step = record.summary.get("bad_step", event.get("step", -1))
     layer = record.summary.get("bad_layer", event.get("layer", -1))
     if not _is_number(step) or step < 0:
@@ -253,63 +285,51 @@ def _loss(record: RunRecord, look: Look) -> list[str]:
     plot.marks(held_out, mark)
     bad = [(x, high) for x, y in train if not math.isfinite(y)]
     plot.marks(bad, look.bad)
-    title = f"loss in nats: the line is the training loss, {mark} the held-out loss"
+    title = "loss in nats: the line is the training loss" + (f", {mark} the held-out loss" if held_out else "")
     title += f", {look.bad} not finite" if bad else ""
     return [look.fit(title), *(look.fit(line) for line in plot.lines())]
 
 
-def _depth(record: RunRecord, look: Look) -> list[str]:
-    """Returns the last of each profile on a line, by side or by kind of sublayer, and those that others added."""
-    rows = record.start.get("rows") or []
-    named = SHOWN | {name: (name, 0) for name in record.profiles if name not in (*SHOWN, *TOO_MANY)}
-    found = [
-        (label, parts, record.profiles[name])
-        for name, (label, parts) in named.items()
-        if name in record.profiles and record.profiles[name].data.size
-    ]
-    if not found:
+def _first_bad(record: RunRecord, look: Look) -> list[str]:
+    """Returns what is known of the first bad value: what and where it was, what led there, what was done."""
+    event = next((event for event in record.events if is_bad(event)), None)
+    if event is None or not (event.get("culprit") or event.get("run_up")):
         return []
-    last = max(profile.steps[-1] for _, _, profile in found)
-    title = f"over depth, step {last}"
-    lines = [look.paint(look.fit(f"{title:<{LABEL + 14}} {'first':>8} {'median':>8} {'last':>8}"), "faint")]
-    for label, parts, profile in found:
-        if profile.steps[-1] != last:
-            lines.append(look.fit(f"{label}, step {profile.steps[-1]}:"))
-        for group, data in _groups(profile.data[-1], rows, parts):
-            lines.append(look.fit(_bars(label, group, data, look)))
-            label = ""
+    report = report_of(record, event)
+    lines = [look.paint("the first value that was not finite", "faint")]
+    for label, text in [("", report.says), *report.facts[1:]]:  # the step is in the sentence
+        lines += _labelled(label, plain(text, 400), look)
+    for table in report.tables:
+        if table.title.startswith("Run-up"):
+            rows = [table.head, *table.rows]
+            lines += _aligned([[row[0], *row[1:][-RUN_UP:]] for row in rows], "run-up", look)
+        elif table.title.startswith("Handed"):
+            names = [row[0] for row in table.rows]
+            more = f" and {len(names) - HANDED_ON} more" if len(names) > HANDED_ON else ""
+            lines += _labelled("handed on", plain(", ".join(names[:HANDED_ON]) + more, 400), look)
     return lines
 
 
-def _bars(label: str, group: str, data: "np.ndarray[Any, Any]", look: Look) -> str:
-    finite = data[np.isfinite(data)]
-    middle = float(np.median(finite)) if finite.size else math.nan
-    numbers = " ".join(f"{number(x, 3):>8}" for x in (data[0], middle, data[-1]))
-    said = f"{plain(label, 24):<{LABEL}} {plain(group, 13):<13} {numbers} "
-    logs = log_span(*span_of(data))
-    said += "log " if logs else "    "
-    if logs:
-        data = np.log10(data.astype(float))
-    return said + sparkline(data, look, look.width - len(said))
-
-
-def _groups(data: "np.ndarray[Any, Any]", rows: Sequence[str], parts: int) -> list[tuple[str, "np.ndarray[Any, Any]"]]:
-    """Returns (name, values in depth order) of each side, or of each kind of sublayer of each side."""
-    if not parts or len(rows) != len(data):
-        return [("", data)]
-    keys = [".".join(row.split(".")[::2] if parts == BY_KIND else row.split(".")[:1]) for row in rows]
-    return [(key, data[[i for i, own in enumerate(keys) if own == key]]) for key in dict.fromkeys(keys)]
+def _aligned(rows: Sequence[Sequence[str]], label: str, look: Look) -> list[str]:
+    """Returns a table whose columns are aligned to the right."""
+    widths = [max(len(plain(row[i], WIDEST)) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = "  ".join(f"{plain(text, WIDEST):>{width}}" for text, width in zip(row, widths, strict=True))
+        faint = look.paint(f"{label:<{LABEL}}", "faint")
+        lines.append(f"{faint} {look.fit(cells)}" if look.colour else look.fit(f"{label:<{LABEL}} {cells}"))
+        label = ""
+    return lines
 
 
 def _events(record: RunRecord, look: Look) -> list[str]:
     if not record.events:
         return []
-    width = len(str(record.events[-1].get("step")))
-    lines = [
-        look.fit(plain(f"step {event.get('step')!s:>{width}}  {event_line(event)}", 400))
-        for event in record.events[:MAX_EVENTS]
-    ]
-    more = len(record.events) - MAX_EVENTS
+    told = lines_of(record.events, record.start.get("rows") or [])
+    shown = sorted(sorted(told, key=lambda line: not line.bad)[:MAX_EVENTS], key=lambda line: line.place)
+    width = max(len(line.step) for line in shown)
+    lines = [look.fit(plain(f"step {line.step:>{width}}  {line.says}", 400)) for line in shown]
+    more = len(told) - len(shown)
     return [look.paint("events", "faint"), *lines, *([f"and {more} more"] if more > 0 else [])]
 
 

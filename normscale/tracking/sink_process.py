@@ -7,22 +7,78 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
+from normscale.arguments import typed
 from normscale.errors import StoreError
 from normscale.tracking import sink_state
 from normscale.tracking.mlflow_pages import charts_path, run_path
 from normscale.tracking.mlflow_store import QUIET, SQLITE, resolve
+from normscale.tracking.spool import SPOOL
 
 LOG = "sink.log"
+STOPPED_S = 10.0  # what the last sync may take after a stop: whoever asked for the stop may not wait for long
 _SECONDS = 10.0
 _NICE = 10
 _MAX_EVENT_LINKS = 3
 _UI_START_S = 120.0
+_UI_LINES = 15  # of what a server said that failed
+
+
+class Sink:
+    """A sink in the background and what became of it; without it only the window is missing."""
+
+    def __init__(self, runs: Path, uri: str) -> None:
+        self.runs, self.uri, self._began = Path(runs), uri, time.time()
+        self.process = start_sink(self.runs, uri)
+
+    def finish(self, timeout: float, stopped: bool = False) -> str | None:
+        """Waits for the last sync; returns why MLflow does not show everything yet, None where it does.
+
+        A sink that something ended meanwhile is noticed at once and begun again, unless the run was `stopped`, which
+        leaves it a few seconds alone.
+        """
+        timeout = min(timeout, STOPPED_S) if stopped else timeout
+        code = finish_sink(self.process, timeout)
+        if code is not None and code < 0 and not stopped and self.is_behind():
+            self.process = start_sink(self.runs, self.uri)
+            code = finish_sink(self.process, timeout)
+        mend = typed("sync")
+        if code == 0 or (code != 1 and not self.is_behind()):
+            return None
+        if code is None:
+            return f"MLflow does not show everything yet: {timeout:.0f} s were too few; {mend} completes it"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+            return f"the process that fills MLflow was ended by {name}; {mend} brings MLflow up to date"
+        return f"MLflow is not up to date (see {self.runs / LOG}); {mend} mends it"
+
+    def end(self) -> None:
+        """Ends the sink at once."""
+        _end(self.process)
+
+    def is_behind(self) -> bool:
+        """Returns whether a run or a claim was written since the start that the store is not known to hold whole."""
+        from normscale.tracking.mlflow_run import is_stored
+
+        manifests = self.runs.glob("claims/*.json")
+        spools = self.runs.glob(f"*/{SPOOL}")
+        if any(self._is_new(path) for path in manifests):
+            return True
+        return any(self._is_new(path) and not is_stored(path.parent, resolve(self.uri)) for path in spools)
+
+    def _is_new(self, path: Path) -> bool:
+        try:
+            return path.stat().st_mtime >= self._began - 1
+        except OSError:
+            return False
 
 
 def start_sink(runs: Path, uri: str, seconds: float = _SECONDS) -> "subprocess.Popen[bytes]":
@@ -59,20 +115,26 @@ def start_sink(runs: Path, uri: str, seconds: float = _SECONDS) -> "subprocess.P
 def finish_sink(process: "subprocess.Popen[bytes]", timeout: float = 60.0) -> int | None:
     """Asks the sink for its last sync and waits; returns its exit code (0: all is stored), None if it was too slow.
 
-    A sink that was too slow is ended; what it did not store waits in the spools for the next sync.
+    A sink that was too slow is ended; what it did not store waits in the spools for the next sync. One that was ended
+    before (its code is then the negative number of the signal) is not waited for.
     """
     if process.stdin is not None:
-        process.stdin.close()
+        with suppress(OSError):  # nobody reads it any more
+            process.stdin.close()
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process)
         return None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def parent_gone() -> Callable[[], bool]:
@@ -137,7 +199,7 @@ def ui_words(uri: str, default: str | None = None) -> str:
         return uri
     if not uri.startswith(SQLITE):
         return f"mlflow server --backend-store-uri {shlex.quote(uri)}"
-    return "normscale ui" if uri == default else f"normscale ui --uri {shlex.quote(uri)}"
+    return typed("ui") if uri == default else typed("ui", "--uri", uri)
 
 
 def ui(uri: str, port: int, runs: Path | None = None) -> int:
@@ -149,31 +211,57 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
     command, environment = ui_command(uri, None, port)
     path = Path(resolve(uri).removeprefix(SQLITE))
     if not path.is_file():
-        raise StoreError(f"tracking.uri: {path} is not there yet; train something first, or run normscale sync")
+        raise StoreError(f"tracking.uri: {path} is not there yet; train something first, or run {typed('sync')}")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise StoreError(f"port {port}: cannot be used ({reason}); choose another with --port") from None
-    print(f"starting the MLflow UI of {path} (some ten seconds) ...", flush=True)
-    server = None
+            mend = "choose another with --port (make ui PORT=)"
+            raise StoreError(f"port {port}: cannot be used ({reason}); {mend}") from None
+    print(f"starting the MLflow server for {path} (some ten seconds) ...", flush=True)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        # In a session of its own, Ctrl-C reaches this process alone, which ends the server without its traceback.
-        server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        if wait_for_health(port, _UI_START_S, lambda: server.poll() is None):
-            print(f"open     http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning")
-            for entry in sink_state.load(Path(runs) / sink_state.CLAIMS_FILE, resolve(uri)).values() if runs else ():
-                print("\n".join(links(Path(runs or "."), uri, entry["id"], entry["profile"], f"127.0.0.1:{port}")))
-            print("Ctrl-C ends it", flush=True)
-        return server.wait()
+        with tempfile.TemporaryFile() as log:  # what a server says of itself helps where it fails alone
+            return _serve(command, environment, log, port, lambda: _greeting(uri, port, runs))
     except KeyboardInterrupt:
         return 0
     finally:
         signal.signal(signal.SIGTERM, before)
-        if server is not None and server.poll() is None:
+
+
+def _greeting(uri: str, port: int, runs: Path | None) -> list[str]:
+    """Returns what is said once the server answers: links to the claims, its address, and how to stop it."""
+    claims = sink_state.load(runs / sink_state.CLAIMS_FILE, resolve(uri)).values() if runs else ()
+    found = [links(runs or Path(), uri, entry["id"], entry["profile"], f"127.0.0.1:{port}") for entry in claims]
+    return [
+        *(line for lines in found for line in lines),
+        f"MLflow UI: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning",
+        "Open this address in a browser on this machine. Ctrl-C here stops the server.",
+    ]
+
+
+def _serve(
+    command: list[str], environment: dict[str, str], log: IO[bytes], port: int, greeting: Callable[[], list[str]]
+) -> int:
+    """Runs the server until it ends or this process is interrupted; returns the exit code."""
+    # In a session of its own, Ctrl-C reaches this process alone, which ends the server without its traceback.
+    server = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        if wait_for_health(port, _UI_START_S, lambda: server.poll() is None):
+            print("\n".join(greeting()), flush=True)
+        elif server.poll() is None:
+            print(f"no answer from the server after {_UI_START_S:.0f} s; Ctrl-C stops it", file=sys.stderr, flush=True)
+        code = server.wait()
+        log.seek(0)
+        last = log.read().decode(errors="replace").splitlines()[-_UI_LINES:]
+        print("\n".join([f"normscale: the MLflow server ended with exit code {code}", *last]), file=sys.stderr)
+        return 1
+    finally:
+        if server.poll() is None:
             server.terminate()
             server.wait()
 

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from normscale.errors import StoreError
 from normscale.tracking.files import try_lock
-from normscale.tracking.record import PROFILES, QUANTITIES, Outcome
+from normscale.tracking.record import PROFILES, QUANTITIES, USER, Outcome
 
 SPOOL = "spool.jsonl"
 NON_FINITE = {"NaN": math.nan, "+Inf": math.inf, "-Inf": -math.inf}
@@ -45,6 +45,8 @@ class SpoolWriter:
         self.last = 0  # the newest step whose metrics were written
         self.gone: str | None = None  # why the end record is not in the run's folder, once `end` was called
         self._warned = False
+        self._untold = 0  # lost since the last record that could be written
+        self._reason, self._at = "", 0
         self._lock: int | None = None
         self._file: int | None = None
         try:
@@ -76,9 +78,9 @@ class SpoolWriter:
         """Writes the scalars of one attempted step.
 
         Raises:
-            ValueError: a key is not a registered quantity.
+            ValueError: a key is neither a registered quantity nor one of another loop's ("user/...").
         """
-        if unknown := sorted(set(values) - set(QUANTITIES)):
+        if unknown := sorted(key for key in set(values) - set(QUANTITIES) if not key.startswith(USER)):
             raise ValueError(f"{unknown[0]!r} is not a registered quantity; register it in tracking/record.py")
         numbers = {key: float(value) for key, value in values.items()}
         self._write({"kind": "metrics", "step": int(step), "applied": int(applied), "values": numbers})
@@ -102,6 +104,14 @@ class SpoolWriter:
         free = {key + "_" if key in ("kind", "t", "attempt") else key: value for key, value in fields.items()}
         self._write({"kind": "event", "step": int(step), "event": event, **free})
 
+    def ledger(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes attempted steps that follow one another, in columns; numbers have seven digits here."""
+        first, last = int(rows[0]["step"]), int(rows[-1]["step"])
+        columns = {name: [_short(row[name]) for row in rows] for name in rows[0] if name not in ("step", "reason")}
+        columns = {name: column for name, column in columns.items() if any(value is not None for value in column)}
+        not_applied = {str(row["step"]): row["reason"] for row in rows if row["reason"] is not None}
+        self._write({"kind": "ledger", "step": last, "first": first, "columns": columns, "not_applied": not_applied})
+
     def sync(self) -> None:
         """Waits until the records would outlive a loss of power, so that what is kept beside them cannot be ahead."""
         if self._file is not None:
@@ -110,8 +120,10 @@ class SpoolWriter:
 
     def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, float | int | str]) -> None:
         """Writes the end record and notes in `gone` if it is not where a reader would find it."""
+        lost = {"lost": self.lost} if self.lost else {}
         try:
-            self._append({"kind": "end", "outcome": outcome, "exit_code": exit_code, "summary": dict(summary)})
+            self._tell_lost()
+            self._append({"kind": "end", "outcome": outcome, "exit_code": exit_code, "summary": dict(summary), **lost})
             if self._file is not None and os.fstat(self._file).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted during the run")
         except OSError as error:
@@ -133,13 +145,24 @@ class SpoolWriter:
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
+            self._tell_lost()
             self._append(record)
         except OSError as error:
             self.lost += 1
+            self._untold += 1
+            self._reason = error.strerror or str(error)
+            self._at = int(record.get("step", 0))
             if not self._warned:
                 self._warned = True
                 message = f"normscale: {self.path}: a record was lost ({error.strerror}); training goes on"
                 print(f"{message}, free some space", file=sys.stderr, flush=True)
+
+    def _tell_lost(self) -> None:
+        """Notes in the records, once they can be written again, how many are missing."""
+        if self._untold:
+            told = {"kind": "event", "step": self._at, "event": "records_lost", "lost": self._untold}
+            self._append({**told, "reason": self._reason})
+            self._untold = 0
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -167,6 +190,10 @@ def _lock(path: Path) -> int | None:
             return descriptor
         time.sleep(0.03)
     return None
+
+
+def _short(value: Any) -> float | None:
+    return None if value is None else float(f"{value:.7g}")
 
 
 def restored(value: Any) -> Any:

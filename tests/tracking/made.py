@@ -127,6 +127,64 @@ def make_run(
     return run_id
 
 
+CULPRIT = {
+    "micro_batch": 2,
+    "phase": "backward",
+    "module": "h.3.mlp.act",
+    "type": "GELU",
+    "tensor": "gradient of output",
+    "kind": "NaN",
+    "nan": 5,
+    "pos_inf": 1,
+    "neg_inf": 0,
+    "of": 4096,
+    "order": 41,
+    "rank": 1,
+    "host": "node7",
+    "device": "cuda:1",
+    "reproduced": True,
+    "note": "in its own operations, between 'ln' and 'proj'",
+    "propagators": ["h.3.mlp.fc", "h.3.ln_2", "h.2"],
+}
+RUN_UP = [{"step": step, "stream_rms": 1.5 * step, "stream_absmax": 10.0**step} for step in (1, 2, 3)]
+
+
+def make_foreign(
+    runs: Path,
+    run_id: str = "gpt-20261130",
+    *,
+    blocks: int = 6,
+    steps: int = 8,
+    bad_at: int | None = None,
+    **more: float,
+) -> str:
+    """Writes the spool of a monitored run of another loop and returns its id; `more` are scalars of that loop."""
+    with SpoolWriter(runs / run_id, 1) as spool:
+        spool.start(
+            run_id=run_id,
+            from_step=0,
+            config={"name": "gpt", "monitor": {"every": 1, "clip": None}, "loop": {"lr": 3e-4, "data": "mine"}},
+            identity={"device": "cpu", "world": 2, "threads": 1},
+            environment={"normscale": "0.1.0", "torch": "2.13.0", "host": "here"},
+            model={"class": "GPT2LMHeadModel", "params": 124_000, "sites": blocks},
+            engine="ddp",
+            precision_seen={"params": "float32"},
+            rows=[f"h.{block}" for block in range(blocks)],
+        )
+        for step in range(1, steps + 1):
+            bad = step == bad_at
+            values = {"loss_train": math.nan if bad else 5.0 - 0.1 * step, "nonfinite": float(bad), "skipped": 0.0}
+            spool.metrics(step, step, values | {f"user/{name}": value for name, value in more.items()})
+            stream = np.linspace(1, 2, blocks)
+            if bad:
+                found = {"layer": 3, "parameter": "", "reason": "non-finite loss", "policy": "skip", "in_a_row": 2}
+                spool.event(step, "nonfinite", loss=math.nan, culprit=CULPRIT, run_up=RUN_UP, **found)
+            spool.profile(step, "stream_rms", np.where(bad & (np.arange(blocks) >= 3), np.nan, stream))
+            spool.profile(step, "stream_grad_norm", 1 / stream)
+        spool.end("finished", 0, {"loss_train": 4.2, "steps": steps, "applied": steps, "bad_step": bad_at or -1})
+    return run_id
+
+
 def make_manifest(runs: Path, cells: list[dict], *, verdict: dict | None = None, **fields) -> Path:
     """Writes the manifest of a claim and returns its path."""
     manifest = {

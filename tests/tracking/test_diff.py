@@ -11,7 +11,7 @@ from normscale.tracking.diff import as_json, diff, differences, relative
 from normscale.tracking.draw import Look
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
-from tests.tracking.made import make_run
+from tests.tracking.made import make_foreign, make_run
 
 
 def written(runs: Path, name: str, losses: dict[int, float], config: object = None, **fields: object) -> str:
@@ -134,7 +134,17 @@ def test_profiles_stand_on_one_scale(tmp_path: Path) -> None:
     ours, theirs = text.splitlines()[-2:]
     assert "▁▁▁" in ours
     assert "███" in theirs
+    assert theirs.startswith("1..2"), "the scale is said"
     assert "stream RMS" not in text  # it is the same
+
+
+def test_runs_of_other_loops_are_compared(tmp_path: Path) -> None:
+    ours, theirs = make_foreign(tmp_path, "a"), make_foreign(tmp_path, "b", blocks=3, bad_at=4)
+    for pair in ((ours, theirs), (ours, make_run(tmp_path))):
+        text = shown(tmp_path, *pair)
+        json.dumps(as_json(read_run(tmp_path / pair[0]), read_run(tmp_path / pair[1])), allow_nan=False)
+    assert "model.class" in text
+    assert "config" in text
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

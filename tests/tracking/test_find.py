@@ -5,6 +5,7 @@ import pytest
 
 from normscale.errors import BadInput
 from normscale.tracking.find import find_run
+from tests.tracking.made import make_foreign, make_run
 
 
 @pytest.fixture
@@ -79,6 +80,21 @@ def test_candidates_are_named_newest_first_and_at_most_ten(runs: Path) -> None:
         find_run("pre", runs)
     assert len(str(caught.value).splitlines()) == 12
     assert str(caught.value).endswith("and 10 more")
+
+
+def test_candidates_are_told_apart_by_what_they_are(tmp_path: Path) -> None:
+    make_run(tmp_path, "post", 12, steps=20, run_id="a-post", lr=3e-4)
+    make_run(tmp_path, "deepnorm", 48, seed=3, steps=30, run_id="a-deep", end=False)
+    make_foreign(tmp_path, "a-gpt")
+    (tmp_path / "a-torn").mkdir()
+    (tmp_path / "a-torn" / "spool.jsonl").write_bytes(b'{"kind":"start","config":7}\n\xff')
+    with pytest.raises(BadInput) as caught:
+        find_run("a-", tmp_path)
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in str(caught.value).splitlines()[1:]}
+    assert lines["a-post"].startswith("post, M=12, seed 0, lr 0.0003, step 20, written 0:0")
+    assert lines["a-deep"].startswith("deepnorm, M=48, seed 3, lr 0.001, step 30, written")
+    assert lines["a-gpt"].startswith("'gpt', step 8, written")
+    assert lines["a-torn"].startswith("written")
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text("")])

@@ -11,7 +11,7 @@ from normscale.tracking.manifest import read_manifest
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
 from tests.claims import synthetic
-from tests.tracking.made import VERDICT, cell, make_manifest, make_run
+from tests.tracking.made import VERDICT, cell, make_foreign, make_manifest, make_run
 
 
 def test_arms_have_fixed_colours():
@@ -212,11 +212,118 @@ def test_a_claim_without_verdict_says_how_far_it_is(runs):
 
 def test_the_page_of_a_failed_run_names_step_layer_and_kind(runs):
     record = read_run(runs / make_run(runs, "post", 12, nan_at=5))
-    page = pages.run_page(record, "nan", "7", "R", "events/step-000005-nonfinite")
-    first = page.split("\n")[0]
-    assert first.startswith("**+Inf/NaN at step 5** in sublayer 8 of 24 (decoder.0004.self)")
-    assert "runs/R/artifacts/events/step-000005-nonfinite/report.md?workflowType=machine_learning" in first
+    page = pages.run_page(record, "nan", "7", "R", {0: "events/step-000005-nonfinite"})
+    first, second, *_ = page.split("\n")
+    assert first.startswith("**+Inf/NaN at step 5** in sublayer 9 of 24 (decoder.0004.self), 5 steps applied")
+    assert second.startswith(
+        "[report of step 5](#/experiments/7/runs/R/artifacts/events/step-000005-nonfinite/report.html?"
+    )
+    assert page.count("workflowType=machine_learning") == page.count("#/experiments")
     assert "![](get-artifact?path=events/step-000005-nonfinite/profile.png&run_uuid=R)" in page
+
+
+def test_the_first_line_of_a_run_names_the_culprit_and_its_events_follow(runs):
+    record = read_run(runs / make_foreign(runs, bad_at=4))
+    record.end["outcome"] = "nan"
+    with SpoolWriter(runs / "other", 1) as spool:
+        for step in range(20):
+            spool.event(step, "stalled", in_a_row=step, reasons="overflow | scale")
+    record.events.extend(read_run(runs / "other").events)
+    page = pages.run_page(record, "nan", "7", "R", {0: "events/a", 3: "events/b"}, "claim-cpu")
+    first, second, *rest = page.split("\n")
+    assert first.startswith(
+        "**NaN at step 4** in the gradient of output of h.3.mlp.act (GELU), backward, micro-batch 2"
+    )
+    assert "viewStateShareKey=claim-cpu" in second
+    assert "| model | GPT2LMHeadModel |" in rest
+    assert "| blocks | 6 |" in rest
+    told = [line for line in rest if "no step was applied" in line]
+    assert len(told) == 11
+    assert "artifacts/events/b/report.html" in told[2]
+    assert all(line.replace("\\|", "").count("|") == 4 for line in told)
+    assert rest[-1] == "and 9 more events"
+
+
+def test_a_run_of_another_loop_has_an_outcome_parameters_and_a_page(runs):
+    record = read_run(runs / make_foreign(runs))
+    assert layout.is_foreign(record)
+    assert (layout.outcome(record, None, False), layout.status(record, False)) == ("finished", "FINISHED")
+    found = layout.params(record, None)
+    assert list(found)[:5] == ["model", "layers", "params", "lr", "data"]
+    assert (found["model"], found["layers"], found["lr"]) == ("GPT2LMHeadModel", "6", "0.0003")
+    assert found["monitor.every"] == "1"
+    page = pages.run_page(record, "finished", "7", "R", {})
+    assert page.startswith("**finished** - training loss 4.2 after 8 steps.\n")
+    skipped = read_run(runs / make_foreign(runs, "skipped", bad_at=4))
+    page = pages.run_page(skipped, "finished", "7", "R", {})
+    assert page.startswith("**finished** - training loss 4.2 after 8 steps. Step 4 was not finite: NaN in the gradient")
+    with SpoolWriter(runs / "bare", 1) as spool:
+        spool.start(run_id="bare")
+        spool.end("finished", 0, {})
+    bare = read_run(runs / "bare")
+    assert layout.params(bare, None) == {}
+    assert layout.outcome(bare, None, False) == "finished"
+    assert pages.run_page(bare, "finished", "7", "R", {}).startswith("**finished**")
+
+
+NASTY = [
+    *(
+        "a[0]",
+        "a(0)",
+        "a 0 ",
+        "val/acc@1",
+        "val/acc@5",
+        "val/acc_1",
+        "..",
+        "../x",
+        "a//b",
+        "a/_/b",
+        "/a",
+        "a/",
+        "",
+        " ",
+    ),
+    *("ä", "é\u0301", "\u202e", "\n", "\0", "a:b", "a_b", "x" * 250, "x" * 251, "x" * 500, "\ud800", "a-0123abcd", "."),
+]
+
+
+def test_names_of_others_become_keys_that_mlflow_takes_and_never_the_same():
+    from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
+
+    names = [f"user/{name}" for name in NASTY] + NASTY
+    keys = [layout.key_of(name, MAX_ENTITY_KEY_LENGTH) for name in names]
+    for key in keys:
+        _validate_metric_name(key)
+        assert len(key) <= MAX_ENTITY_KEY_LENGTH
+    assert len(set(keys)) == len(names)
+    assert layout.key_of("user/val/loss") == "user/val/loss"
+
+
+def test_a_run_has_at_most_eighty_keys_the_registered_ones_first(runs):
+    from normscale.tracking.record import MAX_KEYS, QUANTITIES
+
+    keys = [quantity.mlflow for quantity in QUANTITIES.values() if quantity.mlflow]
+    assert len(keys) == len(set(keys)) <= MAX_KEYS == 80
+    assert all(layout.key_of(key) == key and "/" in key for key in keys)
+    record = read_run(runs / make_foreign(runs, steps=2, **{f"n{number:03d}": 1.0 for number in range(100)}))
+    points = layout.points(record)
+    found = list(dict.fromkeys(point.key for point in points))
+    ends = [quantity.mlflow for name, quantity in QUANTITIES.items() if name in record.summary and quantity.mlflow]
+    assert len(set(found) | set(ends)) == 80
+    theirs = [key for key in found if key.startswith("user/")]
+    assert theirs == [f"user/n{number:03d}" for number in range(len(theirs))]
+    assert found[-len(theirs) :] == theirs
+    left = 100 - len(theirs)
+    assert f"| not charted | {left} of its own scalars" in pages.run_page(record, "finished", "7", "R", {})
+
+
+def test_sections_come_in_order_whatever_the_order_of_registration(runs):
+    record = read_run(runs / make_run(runs, steps=2, every=1))
+    for name in ("adam_eps_share", "eps_share_max", "attn_logit_max", "headroom", "update_rel_p50", "stream_growth"):
+        record.series[name] = record.series["lr"]
+    sections = list(dict.fromkeys(point.key.partition("/")[0] for point in layout.points(record)))
+    assert sections == sorted(sections)
+    assert sections[-3:] == ["7-adam", "7-eps", "8-opt"]
 
 
 def test_the_list_of_claims_starts_with_the_count():
@@ -238,6 +345,12 @@ def test_the_view_holds_this_claim_and_profile_only_and_unpacks(runs):
     assert len({chart["uuid"] for chart in state["compareRunCharts"]}) == len(state["compareRunCharts"])
     assert views.unpack(views.pack(state)) == state
     assert len(views.pack(state)) < 5000
+    names = [section["name"] for section in state["compareRunSections"]]
+    assert names[:5] == ["1 Verdict", "2 Loss", "3 Health", "4 Gradients over depth", "5 Residual stream"]
+    assert names[5:] == ["6 Update", "7 Attention", "8 Adam and epsilon"]
+    alone = views.view(None)
+    assert alone["searchFilter"] == "tags.normscale.kind = 'run'"
+    assert "1 Loss" in [section["name"] for section in alone["compareRunSections"]]
     grouped = views.view(manifest, by_cell=True)
     assert grouped["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cell"}]
     assert "IMAGE" not in {chart["type"] for chart in grouped["compareRunCharts"]}
@@ -247,9 +360,12 @@ def test_every_chart_shows_a_key_that_is_recorded(runs):
     from normscale.tracking.record import QUANTITIES
 
     recorded = {quantity.mlflow for quantity in QUANTITIES.values()}
-    for chart in views.view(read_manifest(make_manifest(runs, [cell("a")])))["compareRunCharts"]:
+    charts = views.view(read_manifest(make_manifest(runs, [cell("a")])))["compareRunCharts"]
+    for chart in charts:
         key = chart.get("metricKey") or chart.get("yaxis", {}).get("key")
         assert key in recorded or chart["imageKeys"][0] in ("3-grad/heat", "4-resid/heat")
+    shown = {chart.get("metricKey") for chart in charts}
+    assert {"2-health/headroom", "4-resid/growth", "5-update/rel_p50", "6-attn/logit_max", "7-adam/eps_share"} <= shown
 
 
 def test_a_name_that_tells_its_role_is_not_told_it_again():

@@ -1,9 +1,12 @@
+import http.server
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -11,13 +14,17 @@ from urllib.parse import unquote, urlsplit
 import mlflow
 import pytest
 
+from normscale.arguments import typed
+from normscale.tracking import mlflow_artifacts as artifacts
 from normscale.tracking import mlflow_sink, sink_state
 from normscale.tracking import record as records
 from normscale.tracking.mlflow_requests import Store, SyncReport
+from normscale.tracking.mlflow_requests import pieces as split
 from normscale.tracking.mlflow_sink import follow, links, main, sync
 from normscale.tracking.mlflow_view import TAG, unpack
+from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
-from tests.tracking.made import VERDICT, cell, make_manifest, make_run
+from tests.tracking.made import VERDICT, cell, make_foreign, make_manifest, make_run
 
 
 def client_of(uri):
@@ -125,14 +132,13 @@ def test_a_claim_is_one_parent_with_a_child_per_run(synced):
     (data,) = post.inputs.dataset_inputs
     assert data.dataset.name == "embedded"
     assert data.dataset.digest == "d" * 36
-    assert {"config.yaml", "record.txt", "profiles/profiles.npz"} <= set(files(post))
+    assert {"config.yaml", "record.txt", "data/metrics.parquet", "data/profiles.parquet"} <= set(files(post))
 
     assert bad.info.status == "FAILED"
     assert bad.data.tags["outcome"] == "nan"
     assert bad.data.metrics["2-health/nonfinite"] == 1
-    assert {f"events/step-000015-nonfinite/{name}" for name in ("report.md", "event.json", "profile.png")} <= set(
-        files(bad)
-    )
+    wanted = {"report.md", "report.html", "event.json", "profile.png"}
+    assert {f"events/step-000015-nonfinite/{name}" for name in wanted} <= set(files(bad))
     for run in children:
         for key, points in history(uri, run).items():
             assert all(math.isfinite(value) and abs(value) < 1e300 for _, value, _ in points), key
@@ -146,7 +152,7 @@ def test_a_claim_is_one_parent_with_a_child_per_run(synced):
 def test_pictures_are_for_one_seed_start_at_step_0_and_come_once(synced):
     runs, uri, *_ = synced
     found = everything(uri)
-    heat = [name for name in files(found["L0012 post s0"]) if name.endswith(".png")]
+    heat = [name for name in files(found["L0012 post s0"]) if name.startswith("images") and name.endswith(".png")]
     keys = sorted(name.split("+timestamp")[0] for name in heat)
     assert keys == [
         "images/3-grad~heat+step+0",
@@ -271,7 +277,7 @@ def test_one_bad_piece_does_not_lose_the_others(runs, new_store, monkeypatch):
 
     names = [f"k{index:02d}" for index in range(60)]
     for name in names:
-        register(name, "not allowed: @=" if name == "k30" else f"x/{name}")
+        register(name, "x/not allowed: @=" if name == "k30" else f"x/{name}")
     with SpoolWriter(runs / "r", 1) as spool:
         spool.start(run_id="r")
         spool.metrics(1, 1, dict.fromkeys(names, 1.0))
@@ -376,6 +382,160 @@ def test_a_later_verdict_reaches_parent_and_children(runs, new_store):
     assert "verdict.json" in files(parent)
 
 
+def test_a_monitored_run_of_another_loop_is_shown_like_any(runs, new_store):
+    uri = new_store()
+    run = make_foreign(runs, bad_at=4, **{"val/acc@1": 0.5, "val/acc_1": 0.25, "nan": math.nan})
+    report = sync(runs, uri)
+    assert report.failures == []
+    (found,) = everything(uri).values()
+    assert (found.info.run_name, found.info.status) == (f"gpt {run}", "FINISHED")
+    assert found.data.tags["arm"] == "GPT2LMHeadModel"
+    assert found.data.tags["outcome"] == "finished"
+    assert found.data.params["lr"] == "0.0003"
+    theirs = {key: value for key, value in found.data.metrics.items() if key.startswith("user/")}
+    assert sorted(theirs.values()) == [0.25, 0.5], "two names, two keys, and NaN is no value"
+    assert found.data.metrics["2-health/nonfinite"] == 1
+    there = files(found)
+    assert "figures/depth.png" in there
+    assert "events/step-000004-nonfinite/report.html" in there
+    assert any(name.startswith("images/3-grad~heat+step+0") for name in there)
+    assert any(name.startswith("images/4-resid~heat+step+0") for name in there)
+    experiment = client_of(uri).get_experiment(found.info.experiment_id)
+    state = unpack(json.loads(experiment.tags[TAG + "runs"])["state"])
+    assert len(client_of(uri).search_runs([experiment.experiment_id], state["searchFilter"])) == 1
+    assert sync(runs, uri).points == 0
+
+
+def test_everything_is_in_the_parquet_files(runs, new_store):
+    from pyarrow import parquet
+
+    uri = new_store()
+    name = make_foreign(runs, bad_at=4, **{"acc@1": 0.5})
+    with SpoolWriter(runs / "ours", 1) as spool:
+        spool.start(run_id="ours", rows=["decoder.0000.self", "decoder.0000.ffn"])
+        spool.ledger([{"step": 1, "reason": None, "lr": 0.5}, {"step": 2, "reason": "overflow", "lr": None}])
+        spool.profile(2, "grad_norm", [1.0, math.inf])
+        spool.profile(2, "angle", [0.25])
+        spool.end("finished", 0, {"gap": 0.3})
+    assert sync(runs, uri).ok
+    tables = {}
+    for run in everything(uri).values():
+        folder = Path(unquote(urlsplit(run.info.artifact_uri).path)) / "data"
+        own = {path.stem: parquet.read_table(path).to_pandas() for path in folder.glob("*.parquet")}
+        tables[run.data.tags["normscale.run"]] = own
+    metrics = tables[name]["metrics"].set_index(["name", "step"])["value"]
+    assert metrics["user/acc@1", 3] == 0.5
+    assert math.isnan(metrics["loss_train", 4])
+    profiles = tables[name]["profiles"]
+    assert len(profiles) == 2 * 8 * 6
+    bad = profiles[(profiles.profile == "stream_rms") & (profiles.step == 4) & profiles.value.isna()]
+    assert list(bad.name) == ["h.3", "h.4", "h.5"]
+    ours = tables["ours"]["profiles"]
+    assert [*map(tuple, ours[["profile", "row", "name", "value"]].to_numpy())] == [
+        ("grad_norm", 0, "decoder.0000.self", 1.0),
+        ("grad_norm", 1, "decoder.0000.ffn", math.inf),
+        ("angle", 0, "decoder.0000", 0.25),
+    ]
+    ledger = tables["ours"]["ledger"]
+    assert list(ledger.applied) == [True, False]
+    assert list(ledger.reason.fillna("")) == ["", "overflow"]
+    assert "ledger" not in tables[name]
+
+
+def long_run(folder, steps, until, bad_at=None, end=False):
+    """Writes a run of `steps` that has come to step `until`, a record every 100 steps."""
+    with SpoolWriter(folder, 1) as spool:
+        spool.start(run_id=folder.name, config={"model": {"M": 1}, "train": {"steps": steps}}, rows=["a", "b"])
+        for step in range(0, until + 1, 100):
+            spool.metrics(step, step, {"loss_train": 3.0})
+            spool.profile(step, "grad_norm", [1.0, 2.0])
+        if bad_at is not None:
+            spool.event(bad_at, "nonfinite", layer=1)
+        if end:
+            spool.end("finished", 0, {"gap": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("steps", "until", "bad_at", "end", "heats"),
+    [
+        (1900, 1900, None, True, [0]),
+        (2000, 900, None, False, [500]),
+        (2000, 1500, 700, False, [500, 700, 1000, 1500]),
+        (2000, 2000, 700, True, [0, 500, 700, 1000, 1500]),
+        (8000, 100, None, False, []),
+    ],
+)
+def test_a_long_run_has_heat_maps_on_its_way(steps, until, bad_at, end, heats, runs):
+    long_run(runs / "r", steps, until, bad_at, end)
+    wanted = artifacts.wanted_pictures(read_run(runs / "r"))
+    assert sorted(step for key, step in wanted if key == "3-grad/heat") == heats
+
+
+def test_heat_maps_of_a_run_that_goes_on_are_drawn_once_and_those_of_its_end_later(runs, new_store):
+    uri = new_store()
+    long_run(runs / "r", 2000, 1100)
+    assert sync(runs, uri, live=True).pictures == 2
+    assert sync(runs, uri, live=True).pictures == 0
+    (runs / "r" / "spool.jsonl").unlink()
+    long_run(runs / "r", 2000, 2000, end=True)
+    assert sync(runs, uri).pictures == 4, "at three quarters, at the end, and the first and the last profile"
+    (run,) = everything(uri).values()
+    drawn = sorted(name.split("+timestamp")[0] for name in files(run) if name.endswith(".png") and "images" in name)
+    assert drawn == [
+        *(f"images/3-grad~heat+step+{step}" for step in (0, 1000, 1500, 500)),
+        *(f"images/3-grad~profile+step+{step}" for step in (0, 2000)),
+    ]
+
+
+class Slow(http.server.BaseHTTPRequestHandler):
+    """Answers that it is healthy, and no other question in time."""
+
+    asked = 0
+
+    def do_GET(self):
+        if self.path == "/health":
+            self.send_response(200)
+            self.end_headers()
+        else:
+            Slow.asked += 1
+            time.sleep(3)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_that_is_too_slow_is_not_asked_for_every_run(runs, new_store, monkeypatch):
+    for number in range(20):
+        with SpoolWriter(runs / f"r{number}", 1) as spool:
+            spool.start(run_id=f"r{number}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        report = sync(runs, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert len(report.failures) == 1
+    assert "is too slow" in report.failures[0]
+    assert "\n" not in report.failures[0]
+    assert Slow.asked <= 2
+    assert sync(runs, new_store()).ok
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "pieces"), [(1000, 10**6, 5), (1000, 10**7, 3), (2, 10**6, 1250), (5, 1, 2500)]
+)
+def test_requests_are_split_by_number_and_by_size(count, size, pieces):
+    items = [("ä" * 240,) for _ in range(2500)]  # six bytes a letter in JSON
+    found = list(split(items, count, size, lambda item: item))
+    assert [item for piece in found for item in piece] == items
+    assert len(found) == pieces
+    assert all(len(piece) <= count for piece in found)
+    assert all(len(json.dumps(piece)) < size for piece in found if len(piece) > 1)
+
+
 def test_only_the_named_runs_are_replayed(runs, new_store):
     uri = new_store()
     first, _ = make_run(runs, "post", steps=2), make_run(runs, "pre", steps=2)
@@ -395,7 +555,8 @@ def test_links_carry_the_mode_and_name_the_event(synced):
         f"claim    {base}/{parent.run_id}?workflowType=machine_learning",
         f"charts   {base}?workflowType=machine_learning&compareRunsMode=CHART&"
         "viewStateShareKey=depth-postnorm-dies-cpu",
-        f"event    {base}/{bad.run_id}/artifacts/events/step-000015-nonfinite/report.md?workflowType=machine_learning",
+        f"event    {base}/{bad.run_id}/artifacts/events/step-000015-nonfinite/report.html"
+        "?workflowType=machine_learning",
     ]
     assert links(runs, uri, "depth-postnorm-dies", "gpu") == []
 
@@ -406,7 +567,7 @@ def test_nothing_listens_is_one_quick_line_and_a_later_sync_completes(runs, new_
     assert len(report.failures) == 1
     assert report.seconds < 3
     assert "http://127.0.0.1:9 does not answer" in str(report)
-    assert "normscale sync" in str(report)
+    assert typed("sync") in str(report)
     assert "\n" not in str(report)
     assert sync(runs, new_store()).ok
 

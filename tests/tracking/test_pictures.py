@@ -37,6 +37,42 @@ def test_a_bad_step_among_thousands_is_seen():
     assert share_of_magenta(heat(list(range(3000)), data, "x", (0.1, 10.0))) > 0
 
 
+def test_a_bad_last_step_is_seen_where_the_run_ended():
+    data = np.ones((30, 4), dtype=np.float32)
+    data[-1] = np.nan
+    picture = heat(list(range(0, 300, 10)), data, "x", (0.1, 10.0))
+    assert share_of_magenta(picture) > 0.01
+    assert share_of_magenta(picture[:, : WIDTH // 2]) == 0
+
+
+def test_a_bad_profile_has_the_last_good_one_behind_it():
+    bad = np.full(8, np.nan, np.float32)
+    alone = profile(bad, "x", (0.1, 10.0), 7)
+    both = profile(bad, "x", (0.1, 10.0), 7, bad_row=2, before=(5, np.ones(8, np.float32)))
+    grey = (np.abs(both.astype(int) - 0x99).max(axis=2) < 4).sum() - (
+        np.abs(alone.astype(int) - 0x99).max(axis=2) < 4
+    ).sum()
+    assert grey > 200
+    assert share_of_magenta(both) > share_of_magenta(alone) > 0
+
+
+def test_a_bad_value_between_records_is_marked_at_its_layer():
+    data = np.ones((10, 8), dtype=np.float32)
+    plain = heat(list(range(0, 100, 10)), data, "x", (0.1, 10.0))
+    low = heat(list(range(0, 100, 10)), data, "x", (0.1, 10.0), [(45, 0)])
+    late = heat(list(range(0, 100, 10)), data, "x", (0.1, 10.0), [(145, None)])
+    assert share_of_magenta(plain) == 0
+    assert share_of_magenta(low[HEIGHT // 2 :, : WIDTH * 2 // 3]) > 0
+    assert share_of_magenta(low[: HEIGHT // 2]) == 0
+    assert share_of_magenta(late[: HEIGHT // 4, WIDTH * 2 // 3 :]) > 0
+
+
+def test_what_is_flat_lies_in_the_middle_of_the_range():
+    for value in (1.0, 0.99999, 3e-7, 7.0):
+        low, high = limits([np.full((2, 5), value, np.float32)])
+        assert 0.2 < (np.log10(value) - np.log10(low)) / (np.log10(high) - np.log10(low)) < 0.8
+
+
 def test_colours_are_the_same_in_every_picture_and_depth_grows_upwards():
     low, high = np.full((2, 4), 1e-3, np.float32), np.full((2, 4), 1e1, np.float32)
     span = limits([low, high])

@@ -13,7 +13,7 @@ from normscale.tracking.draw import Look
 from normscale.tracking.reader import read_run
 from normscale.tracking.show import amount, as_json, show
 from normscale.tracking.spool import SPOOL, SpoolWriter
-from tests.tracking.made import make_run
+from tests.tracking.made import make_foreign, make_run
 
 
 def shown(runs: Path, run: str, alive: bool = False, look: Look | None = None) -> str:
@@ -140,6 +140,102 @@ def test_sites_are_grouped_by_kind_and_side(tmp_path: Path) -> None:
     assert cells[2][1:3] == ["encoder.self", "1"]
     assert [line[0] for line in cells[3:]] == ["encoder.ffn", "decoder.self", "decoder.cross", "decoder.ffn"]
     assert len(depth) == 8
+
+
+def bars_of(text: str, label: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(label))[-20:]
+
+
+def test_a_flat_array_looks_flat_and_its_numbers_are_there(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with SpoolWriter(tmp_path / "x", 1) as spool:
+        spool.start(run_id="x", config={"model": {"M": 4}})
+        spool.profile(4, "stream_rms", 1 + 0.02 * rng.random(20))
+        spool.profile(4, "branch_ratio", np.linspace(0, 1, 20))
+        spool.profile(4, "update_rel", np.zeros(20))
+        spool.profile(4, "grad_norm", np.logspace(-4, 0, 20))
+    text = shown(tmp_path, "x")
+    assert set(bars_of(text, "stream RMS")) == {"█"}
+    assert set(bars_of(text, "step / weights")) == {"▁"}
+    rising = bars_of(text, "branch / stream")
+    assert (rising[0], rising[-1]) == ("▁", "█")
+    gradient = next(line for line in text.splitlines() if line.startswith("gradient "))
+    assert gradient.split()[1:7] == ["0.0001", "0.0103", "1", "0.0001", "1", "log"]
+    assert "first   median     last    least     most bars from 0, or log" in text
+
+
+def test_a_run_that_did_not_learn_is_told_in_plain_words(tmp_path: Path) -> None:
+    text = shown(tmp_path, make_run(tmp_path, "post", trains=False, steps=300))
+    assert text.splitlines()[0].endswith("finished: no better than byte frequencies")
+    with SpoolWriter(tmp_path / "x", 1) as spool:
+        spool.start(run_id="x", config={"model": {"M": 1}})
+        spool.end("finished", 0, {"gap": -2.0, "loss_val": 5.0, "unigram_nats": 3.0})
+    text = shown(tmp_path, "x")
+    assert text.splitlines()[0].endswith("finished: worse than byte frequencies")
+    assert "2 above the unigram entropy 3, which is what byte" in text
+
+
+def test_the_first_bad_value_is_told_in_full_from_the_spool_alone(tmp_path: Path) -> None:
+    text = shown(tmp_path, make_foreign(tmp_path, bad_at=4))
+    told = " ".join(text[text.index("the first value that was not finite") :].split())
+    for part in (
+        "Step 4: NaN in the gradient of output of h.3.mlp.act (GELU), backward, micro-batch 2, rank 1: 6 of 4096",
+        "counts 5 NaN, 1 +Inf of 4096 values",
+        "host node7",
+        "policy skip: the step was not applied and training went on (2 in a row)",
+        "run-up step 1 2 3 stream_rms 1.5 3 4.5 stream_absmax 10 100 1000",
+        "handed on h.3.mlp.fc, h.3.ln_2, h.2",
+    ):
+        assert part in told, part
+    bad = " ".join(next(line for line in text.splitlines() if line.startswith("bad ")).split())
+    assert bad.startswith("bad first at step 4: NaN in the gradient of output of h.3.mlp.act")
+    for look in (Look(width=60), Look(unicode=False), Look(colour=True)):
+        show(read_run(tmp_path / "gpt-20261130"), False, look)
+
+
+def test_a_run_of_another_loop_shows_what_is_known_and_no_dashes(tmp_path: Path) -> None:
+    text = shown(tmp_path, make_foreign(tmp_path, **{"val/acc@1": 0.5}))
+    assert text.splitlines()[0].endswith("finished")
+    assert "GPT2LMHeadModel, 124 k parameters, 6 rows over depth, h.0 to h.5" in text
+    assert "lr=0.0003" in text
+    assert "8 attempted" in text
+    assert "stream RMS                           1      1.5        2        1        2" in text
+    assert " - " not in text
+    assert "tokens/s" not in text
+
+
+def test_a_scale_that_falls_hides_no_other_event(tmp_path: Path) -> None:
+    with SpoolWriter(tmp_path / "x", 1) as spool:
+        spool.start(run_id="x")
+        for step in range(30):
+            spool.event(step, "loss_scale", before=2.0 ** (30 - step), after=2.0 ** (29 - step), reason="overflow")
+        for step in range(30, 60):
+            spool.event(step, "stalled", in_a_row=step, reasons="overflow")
+        spool.event(60, "nonfinite", fault="NaN")
+        spool.event(61, "probe_off", probe="eps", reason="begin: ValueError")
+    events = shown(tmp_path, "x").partition("\nevents\n")[2].splitlines()
+    assert events[0].split() == ["step", "0-29", "loss", "scale", "1073741824", "to", "1", "(30", "times", "overflow)"]
+    assert events[-2].split()[:3] == ["step", "60", "nonfinite:"], "the bad one is there whatever else there is"
+    assert events[-1] == "and 21 more"
+
+
+def test_the_ledger_says_why_steps_were_not_applied(tmp_path: Path) -> None:
+    with SpoolWriter(tmp_path / "x", 1) as spool:
+        spool.start(run_id="x")
+        reasons = [None, "overflow", "overflow", "gradient"]
+        spool.ledger([{"step": step, "reason": reason, "lr": 0.1} for step, reason in enumerate(reasons, start=1)])
+    assert "not applied: 2 overflow, 1 gradient" in shown(tmp_path, "x")
+    assert len(as_json(read_run(tmp_path / "x"), False)["ledger"]) == 4
+
+
+def test_what_is_not_finite_at_the_end_does_not_hide_what_was_before(tmp_path: Path) -> None:
+    with SpoolWriter(tmp_path / "x", 1) as spool:
+        spool.start(run_id="x")
+        spool.profile(1, "stream_rms", [1.0, 2.0])
+        spool.profile(9, "stream_rms", [1.0, math.nan])
+    text = shown(tmp_path, "x")
+    assert "over depth, step 1 " in text
+    assert "(what was recorded later, to step 9, is not finite throughout)" in text
 
 
 def test_an_exploding_loss_does_not_flatten_the_rest(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from normscale.arguments import typed
 from normscale.errors import StoreError
+from normscale.tracking import sink_process
 from normscale.tracking.mlflow_sink import sync
-from normscale.tracking.sink_process import LOG, finish_sink, start_sink, ui, ui_command, wait_for_health
+from normscale.tracking.reader import read_run
+from normscale.tracking.sink_process import LOG, Sink, finish_sink, start_sink, ui, ui_command, wait_for_health
 from tests.tracking.made import make_run
 
 STARTER = """
@@ -93,6 +96,78 @@ def test_a_sink_that_is_too_slow_is_ended(tmp_path):
     process = subprocess.Popen(slow, stdin=subprocess.PIPE)
     assert finish_sink(process, 0.2) is None
     assert process.poll() == -signal.SIGTERM
+
+
+def test_a_sink_that_was_killed_is_noticed_at_once(runs, new_store):
+    sink = Sink(runs, new_store())
+    make_run(runs, steps=2)
+    sink.process.terminate()
+    sink.process.wait()
+    began = time.monotonic()
+    said = sink.finish(60, stopped=True)
+    assert time.monotonic() - began < 2
+    assert said == f"the process that fills MLflow was ended by SIGTERM; {typed('sync')} brings MLflow up to date"
+
+
+def test_a_sink_that_was_killed_alone_is_begun_again(runs, new_store):
+    uri = new_store()
+    sink = Sink(runs, uri)
+    run = make_run(runs, steps=2, every=1)
+    sink.process.kill()
+    sink.process.wait()
+    assert sink.finish(60) is None
+    assert stored(uri) == [run]
+
+
+def test_a_sink_that_was_killed_when_it_had_stored_everything_is_no_fault(runs, new_store):
+    run = make_run(runs, steps=2)
+    os.utime(runs / run / "spool.jsonl")
+    sink = Sink(runs, new_store())
+    until(lambda: not sink.is_behind(), 60)
+    sink.process.kill()
+    sink.process.wait()
+    assert sink.finish(60, stopped=True) is None
+
+
+def test_a_stop_leaves_the_last_sync_a_few_seconds_and_says_what_is_missing(runs, new_store, monkeypatch):
+    monkeypatch.setattr(sink_process, "STOPPED_S", 0.3)
+    slow = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(sink_process, "start_sink", lambda *_: subprocess.Popen(slow, stdin=subprocess.PIPE))
+    sink = Sink(runs, new_store())
+    make_run(runs, steps=2)
+    began = time.monotonic()
+    said = sink.finish(60, stopped=True)
+    assert time.monotonic() - began < 10
+    assert said.endswith(f"{typed('sync')} completes it")
+
+
+TRAIN = """
+import sys
+from normscale.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_whole_job_that_is_stopped_ends_soon(runs, new_store):
+    words = ["configs/train/quick.yaml", "model.M=1", "train.steps=100000", "data.max_bytes=40_000"]
+    words += ["train.eval_batches=1", f"tracking.runs={runs}", f"tracking.uri={new_store()}"]
+    command = [sys.executable, "-c", TRAIN, *words]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as job:
+        until(lambda: list(runs.glob("*/spool.jsonl")) and (runs / LOG).exists(), 100)
+        spool = next(runs.glob("*/spool.jsonl"))
+        until(lambda: '"step":20,' in spool.read_text(), 100)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        for pid in (*map(int, children), job.pid):  # as a scheduler does: every process of the job
+            os.kill(pid, signal.SIGTERM)
+        began = time.monotonic()
+        assert job.wait(60) == 143
+        assert time.monotonic() - began < 15
+        said = job.stderr.read()
+    assert "stopped by SIGTERM" in said
+    assert "Traceback" not in said
+    assert read_run(spool.parent).end["outcome"] == "interrupted"
 
 
 def test_the_command_of_the_ui(tmp_path, monkeypatch):
@@ -185,12 +260,17 @@ def test_a_server_that_dies_in_the_middle_loses_nothing_and_doubles_nothing(runs
 
 
 UI = """
-import subprocess, sys
+import subprocess, sys, time
 from pathlib import Path
 from normscale.tracking import sink_process
-sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
-sink_process.ui_command = lambda *args: (sleeper, None)
-sink_process.wait_for_health = lambda *args: False
+server = "import os, sys, time; print('noise', flush=True); open(sys.argv[1], 'w').write(str(os.getpid()));"
+server += sys.argv[4]
+sink_process.ui_command = lambda *args: ([sys.executable, "-c", server, sys.argv[3]], None)
+def healthy(port, timeout, alive):
+    while alive() and not (Path(sys.argv[3]).exists() and Path(sys.argv[3]).read_text()):
+        time.sleep(0.05)
+    return alive()
+sink_process.wait_for_health = healthy
 sys.exit(sink_process.ui(sys.argv[1], int(sys.argv[2])))
 """
 
@@ -198,17 +278,26 @@ sys.exit(sink_process.ui(sys.argv[1], int(sys.argv[2])))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_ui_takes_its_server_with_it(tmp_path, number):
     (tmp_path / "mlflow.db").touch()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-c", UI, f"sqlite:///{tmp_path}/mlflow.db", str(port)]
+    port, words = free_port(), [sys.executable, "-c", UI, f"sqlite:///{tmp_path}/mlflow.db"]
+    words += [str(port), str(tmp_path / "pid"), "time.sleep(60)"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # "starting the MLflow UI ..."
-        server = int(process.stdout.readline())
+        said = [process.stdout.readline() for _ in range(3)]
+        assert said[0].startswith("starting the MLflow server")
+        assert said[1] == f"MLflow UI: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning\n"
+        assert "Ctrl-C here stops the server" in said[2]
         process.send_signal(number)
         assert process.wait(20) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
+        assert process.stdout.read() == "", "what the server says is for nobody while it serves"
     with pytest.raises(ProcessLookupError):
-        os.kill(server, 0)
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_server_that_fails_is_heard(tmp_path):
+    (tmp_path / "mlflow.db").touch()
+    words = [sys.executable, "-c", UI, f"sqlite:///{tmp_path}/mlflow.db", str(free_port()), str(tmp_path / "pid")]
+    done = subprocess.run([*words, "sys.exit('the disk is full')"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ended with exit code 1\nnoise\nthe disk is full\n" in done.stderr

@@ -355,6 +355,36 @@ def test_a_disk_that_fills_up_later_is_said_once_counted_and_tried_again(tmp_pat
     assert record.series["loss_train"].steps == [3]
     assert record.torn == 1
     assert record.finished
+    (event,) = record.events  # told as soon as there was room again
+    assert (event["event"], event["lost"], event["step"], event["reason"]) == (
+        "records_lost",
+        2,
+        2,
+        "No space left on device",
+    )
+    assert record.end["lost"] == 2
+
+
+def test_a_disk_that_stays_full_costs_one_line_and_every_record_is_counted(tmp_path, monkeypatch, capsys):
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.start()
+        monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        for step in range(1, 101):
+            spool.metrics(step, step, {"loss_train": 1.0})
+            spool.profile(step, "stream_rms", [1.0])
+            spool.event(step, "spike", of="loss")
+        spool.end("finished", 0, {})
+        assert (spool.lost, spool.gone) == (301, "No space left on device")
+    assert capsys.readouterr().err.count("\n") == 1
+    assert read_run(tmp_path).end is None
+
+
+def test_scalars_of_another_loop_are_kept_under_names_of_their_own(tmp_path):
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.metrics(1, 1, {"user/val acc@1": 0.5, "loss_train": 1.0})
+        with pytest.raises(ValueError, match="'val' is not a registered quantity"):
+            spool.metrics(2, 2, {"val": 0.5})
+    assert read_run(tmp_path).series["user/val acc@1"].values == [0.5]
 
 
 def test_a_thousand_layers_are_read_quickly(tmp_path):
