@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +18,12 @@ from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers
 from normscale.probes.culprit import LOSS, Culprit
 from normscale.probes.names import plain_name
-from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of
+from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
 from normscale.probes.probe import Array
 from normscale.probes.replay import Kept, replay
 from normscale.probes.walk import Counts
+
+_FINITE = "the replay was finite"
 
 LossFn = Callable[[Any, Any], Tensor]
 """(model, micro-batch) -> the loss that the loop calls backward on, up to a factor."""
@@ -84,7 +85,7 @@ class Provenance:
             culprit = agree(Culprit.norm_overflow(entries, device, type(self.inner).__name__))
         else:
             found, refused = self._replayed(engine, result)
-            why = refused or "the replay was finite"
+            why = refused or _FINITE
             culprit = agree(found or self._by_less(rows, result, faults, device, why))
         layer = -1 if culprit is None else self._layer(culprit)
         run_up = [
@@ -130,12 +131,8 @@ class Provenance:
         device: torch.device,
         why: str,
     ) -> Culprit | None:
-        """Returns what there is without a replay; nothing where that fails, since the other ranks wait to agree."""
-        try:
-            return self._by_rows(rows, device, why) or self._by_rest(result, faults, device, why)
-        except Exception as error:
-            print(f"normscale: a non-finite step: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            return None
+        """Returns what there is without a replay."""
+        return tried(lambda: self._by_rows(rows, device, why) or self._by_rest(result, faults, device, why))
 
     def _by_rows(self, rows: BlockRows | None, device: torch.device, why: str) -> Culprit | None:
         found = rows.found() if rows is not None else None
@@ -177,7 +174,7 @@ class Provenance:
             return None
         last = faults[-1]  # backward begins at the end of the model
         module, _, tensor = last["name"].rpartition(".")
-        replayed = self.loss_fn is not None and "finite" in why
+        replayed = why == _FINITE
         return Culprit.found(
             "reduction" if replayed else "backward",
             Counts(last["nan"], last["pos_inf"], last["neg_inf"], last["of"]),
@@ -195,7 +192,7 @@ class Provenance:
         if result.gradients is None:
             return [], 0
         names = {id(p): plain_name(name) for name, p in self.inner.named_parameters()}
-        faults = result.gradients.faults(names)
+        faults = tried(lambda: result.gradients.faults(names) if result.gradients is not None else []) or []
         entries = sum(p.numel() for p in result.gradients.parameters)
         if not (result.gradients.sharded and engine.world > 1):
             return faults, entries

@@ -50,11 +50,14 @@ def take(x_BTD: Tensor, at: Places) -> Tensor:
 def keep(samples: Tensor, row: Tensor, x_BTD: Tensor, at: Places) -> None:
     """Writes `x` at the places into a row of `samples`, in place.
 
-    Shape: samples [R, SAMPLES, D] fp32; row [1] int64. Where there are fewer places the rest of the row is left.
+    Shape: samples [R, SAMPLES, D] fp32; row [1] int64. Where there are fewer places the rest of the row is zeros.
     """
     with torch.no_grad():
-        taken = take(x_BTD.detach(), at).flatten(0, 1).unsqueeze(0)
-        samples[:, : taken.shape[1]].index_copy_(0, row, taken.to(samples.dtype))
+        taken = take(x_BTD.detach(), at).flatten(0, 1).unsqueeze(0).to(samples.dtype)
+        n = taken.shape[1]
+        samples[:, :n].index_copy_(0, row, taken)
+        if n < SAMPLES:
+            samples[:, n:].index_fill_(0, row, 0.0)
 
 
 def turns(samples: Tensor) -> Tensor:
@@ -74,7 +77,8 @@ def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None 
     """Returns the largest attention logit and the mean entropy of the attention weights (nats), of sampled queries.
 
     All heads count. Logits are q k^T / sqrt(K) in fp32, whatever attention is computed in, where the query may look;
-    what a query must not look at has no weight. A query that is padding itself counts like the others.
+    what a query must not look at has no weight. A query that is padding itself counts like the others, one that may
+    look at nothing does not.
 
     Shape: q [B, H, T, K]; k [B, H, S, K]; keep broadcasts to [B, H, T, S]; result [2] fp32.
     """
@@ -88,5 +92,7 @@ def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None 
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         logs = torch.log_softmax(scores, dim=-1)
-        entropy = (logs.exp() * logs.clamp(min=-1e4)).sum() / -(logs.numel() // logs.shape[-1])  # exp(-Inf) * -Inf is 0
+        each = (logs.exp() * logs.clamp(min=-1e4)).sum(-1)  # exp(-Inf) * -Inf is 0
+        sees = scores.amax(-1) != -torch.inf
+        entropy = torch.where(sees, each, 0.0).sum() / -sees.sum()
         return torch.stack([scores.amax(), entropy])

@@ -32,6 +32,8 @@ class Activations(Probe):
         self.sums = torch.zeros(count, 3, device=subject.device)
         self.maxima = torch.zeros(count, device=subject.device)
         self.sides = [site.partition(".")[0] for site in subject.sites]
+        limits = [subject.largest, *[subject.largest_stream] * subject.streams, *[subject.largest_sum] * self.has_z]
+        self.room = subject.largest / np.array(limits)  # what an entry of each row is to be compared as
         self.headroom = Headroom(subject.largest, self.sites)
         self.step = 0
 
@@ -89,7 +91,7 @@ class Activations(Probe):
         }
         if self.has_z:
             profiles |= {"z_rms": rms[:, -1], "z_absmax": absmax[:, -1], "z_nonfinite": nonfinite[:, -1]}
-        room = self.headroom.read(self.step, absmax.max(axis=1))
+        room = self.headroom.read(self.step, (absmax * self.room).max(axis=1))
         return Reading(scalars | room.scalars, profiles | room.profiles)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,9 +17,9 @@ FARTHEST = 1e6  # steps: what is to come later is rounding, not a forecast
 class Headroom:
     """log2(largest number / largest entry) of every site, in bits, and a forecast for the site that has the least.
 
-    The format is that of products: a stream kept in fp32 beside fp16 products can pass its largest number unharmed as
-    long as only norms read it. Where fp8 is rounded to, tensors are scaled one by one and cannot overflow; what can are
-    the results, kept in bf16, so that this is its format.
+    A branch overflows in the format of products, a stream in its own, and in that of products too where branches read
+    it as it is: an fp32 stream beside fp16 products can pass their largest number unharmed as long as only norms read
+    it. Where fp8 is rounded to, tensors are scaled one by one and cannot overflow; what can are the results, in bf16.
 
     The forecast is a least-squares line through the last measured steps' headroom of that site: growth by a constant
     factor a step overflows where the line meets 0.

@@ -1,15 +1,27 @@
 """The event of a step that was not finite, as every loop records it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from normscale.probes.culprit import Culprit
+
+_T = TypeVar("_T")
 
 RUN_UP = 5  # measured steps that an event shows of the culprit's row
 MOST_FAULTS = 20  # parameters that an event lists
 MOST_BUFFERS = 20
 
 NORM_OVERFLOW = "norm overflow: every gradient entry is finite, their squares are not"
+
+
+def tried(seek: Callable[[], _T]) -> _T | None:
+    """Returns what is found; nothing where that fails, since the other ranks wait to hear of it."""
+    try:
+        return seek()
+    except Exception as error:
+        print(f"normscale: a non-finite step: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def fault_of(kinds: Sequence[str], *, otherwise: str) -> str:

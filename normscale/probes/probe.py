@@ -59,7 +59,10 @@ class Subject:
             mode and without gradients, whatever training runs on.
         parameters: the flat buffers that are trained.
         sums: whether every site has a sum z = alpha * residual + branch of its own (see `ops.statistics.Buffers`).
-        largest: the largest number of what products are computed in.
+        largest: the largest number of what products are computed in, which branches are.
+        largest_stream: the largest number that the stream may hold: of its own format, and of the products' where
+            branches read it as it is and not through a norm.
+        largest_sum: the largest number of the format that sums are made in before they are normed.
 
     All from `last_out_square` to `parameters` may be None, where no probe asks for them.
     """
@@ -77,6 +80,8 @@ class Subject:
     parameters: Parameters | None = None
     sums: bool = False
     largest: float = torch.finfo(torch.float32).max
+    largest_stream: float = torch.finfo(torch.float32).max
+    largest_sum: float = torch.finfo(torch.float32).max
 
     @property
     def rows_per_site(self) -> int:

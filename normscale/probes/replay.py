@@ -177,7 +177,11 @@ def _alone(passes: _Passes) -> Culprit | None:
                 mends = next(looking)
                 while True:
                     before.put_back()
-                    mends = looking.send(passes.run(index, mends))
+                    try:
+                        again = passes.run(index, mends)
+                    except Exception as error:
+                        return _untried(watch, f"{type(error).__name__}: {error}")
+                    mends = looking.send(again)
             except StopIteration as end:
                 culprit: Culprit | None = end.value
                 return culprit
@@ -206,7 +210,7 @@ class _Side:
                 self.refused = self.refused or watch.refused
                 if self.looking is None and watch.failed:
                     self.failed, self.looking = index, search(watch)
-                    self.culprit = watch.propagated(first) if (first := watch.events.first) is not None else None
+                    self.culprit = _untried(watch, _ELSEWHERE if self.trouble is None else str(self.trouble))
                     self._ask(None)
                 elif index == self.failed and self.mends is not None:
                     self._ask(watch)
@@ -234,9 +238,15 @@ def _together(passes: _Passes) -> Culprit | None:
         raise side.trouble or ReplayRefused(_ELSEWHERE)
     if side.culprit is None and side.refused:
         raise ReplayRefused(side.refused)
-    if side.culprit is not None and side.mends is not None:
-        return side.culprit.noted(f"it is the first event; whether it had a part was not tried: {_ELSEWHERE}")
     return side.culprit
+
+
+def _untried(watch: Watch, why: str) -> Culprit | None:
+    """Returns the first event, where the passes that would try it could not be made."""
+    first = watch.events.first
+    if first is None:
+        return None
+    return watch.propagated(first).noted(f"it is the first event; whether it had a part was not tried: {why}")
 
 
 def _any(*flags: bool) -> list[bool]:

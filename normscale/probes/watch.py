@@ -191,16 +191,15 @@ class Watch:
     def _see_loss(self, loss: Tensor, batch: Any) -> None:
         self.events.tick += 1
         counts = counted(loss)
-        if counts is None:
-            if self.events.places:
-                self.events.doubt_all()
-            return
-        self.failed = True
+        self.failed = counts is not None
         for path, x in leaves(batch, "batch"):
             found = counted(x)
-            if found is not None and not found.like_a_mask:
+            if found is not None and not (self.failed and found.like_a_mask):
                 self.events.add("data", found, OUTSIDE, path, x.device, place=(LOSS, path))
-        self.events.add("loss", counts, OUTSIDE, "loss", loss.device)
+        if counts is not None:
+            self.events.add("loss", counts, OUTSIDE, "loss", loss.device)
+        elif self.events.places:
+            self.events.doubt_all()
 
     # Help for the hooks.
 

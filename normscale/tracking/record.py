@@ -153,7 +153,7 @@ PROFILES: dict[str, str] = {
     "stream_grad_norm": "L2 norm of the gradient of the global batch's mean loss by the stream after each site",
     "stream_grad_absmax": "largest absolute value of that gradient",
     "stream_grad_nonfinite": "number of non-finite entries of that gradient",
-    "headroom_bits": "log2 of the compute format's largest number over the largest of branch, stream and z, in bits",
+    "headroom_bits": "bits to an overflow: log2 of a format's largest number over the largest of branch, stream and z",
     "update_rel": "length of the step over that of the weights, of each sublayer's parameters (an estimate above 2M)",
     "attn_logit_max": "largest attention logit of sampled queries, NaN at sites without attention",
     "attn_entropy": "mean entropy of the attention of sampled queries, in nats, NaN at sites without attention",

@@ -17,7 +17,7 @@ from normscale.ops.handles import Opening
 from normscale.ops.products import Rounded
 from normscale.probes.probe import Parameters, SeeNorm, Span, Subject
 from normscale.probes.segments import SiteSquares
-from normscale.schemes import Role
+from normscale.schemes import Role, Scheme
 from normscale.train.denormals import flushed
 from normscale.train.engine import DTYPES, Engine
 from normscale.train.flat import FlatParameters
@@ -51,6 +51,10 @@ def subject_of(engine: Engine) -> Subject:
         with _norms_seen(model, see), _eager(model), engine.aside() as quiet:
             quiet.features(**inputs)
 
+    # fp8 products scale their operands one by one: what can overflow is the results, which are kept in bf16.
+    computed = torch.finfo(DTYPES.get(engine.precision.compute, torch.bfloat16)).max
+    kept = torch.finfo(DTYPES[engine.precision.stream]).max
+
     return Subject(
         sites=[site.name for site in model.sites()],
         streams=model.stream_count,
@@ -64,8 +68,9 @@ def subject_of(engine: Engine) -> Subject:
         see_norms=see_norms,
         parameters=parameters,
         sums=model.scheme.sums,
-        # fp8 products scale their operands one by one: what can overflow is the results, which are kept in bf16.
-        largest=torch.finfo(DTYPES.get(engine.precision.compute, torch.bfloat16)).max,
+        largest=computed,
+        largest_stream=min(kept, computed) if type(model.scheme).read is Scheme.read else kept,
+        largest_sum=kept,
     )
 
 

@@ -1,7 +1,6 @@
 """Where a step that was not finite went wrong: what is kept of every step for it, and how it is sought."""
 
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from normscale.ops.statistics import Buffers
 from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers
 from normscale.probes.culprit import Culprit
-from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of
+from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
 from normscale.probes.probe import Array
 from normscale.probes.replay import Kept, replay
 from normscale.probes.walk import Counts
@@ -109,17 +108,17 @@ class Provenance:
         `factor` is what the summed loss was multiplied by before its backward. The replay of this rank's micro-batches
         tells; where that is finite on every rank, the rows of a pass in evaluation mode, or the gradients, tell less.
         """
-        faults, refused = self.engine.flat.faults(), ""
-        if math.isfinite(loss) and not faults:
+        faults, refused = tried(self.engine.flat.faults), ""
+        if math.isfinite(loss) and faults is not None and not faults:
             entries = sum(p.numel() for p in self.engine.flat.parameters)
             culprit = agree(Culprit.norm_overflow(entries, self.engine.device, type(self.engine.inner).__name__))
         else:
             own, refused = self._replayed(factor)
-            culprit = agree(own)
+            culprit, faults = agree(own), faults or []
             if culprit is None and math.isfinite(loss):
-                culprit = agree(self._tried(lambda: self._by_gradients(faults, not refused)))
+                culprit = agree(tried(lambda: self._by_gradients(faults, not refused)))
             elif culprit is None:
-                culprit = agree(self._tried(self._by_rows))
+                culprit = agree(tried(self._by_rows))
         site = self._site_by_gradients(faults) if culprit is None else self._site_of(culprit)
         parameter = self._parameter(culprit, site, () if not math.isfinite(loss) else faults)
         if site < 0 and parameter is not None:
@@ -131,7 +130,7 @@ class Provenance:
 
         Every rank calls it, and gets the same.
         """
-        culprit = agree(self._tried(self._by_rows))
+        culprit = agree(tried(self._by_rows))
         return -1 if culprit is None else self._site_of(culprit)
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,14 +156,6 @@ class Provenance:
             return replay(self.engine.inner, self._kept, loss_of), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
-
-    def _tried(self, seek: Callable[[], Culprit | None]) -> Culprit | None:
-        """Returns what is found; nothing where that fails, since the other ranks wait to agree."""
-        try:
-            return seek()
-        except Exception as error:
-            print(f"normscale: a non-finite step: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            return None
 
     def _by_rows(self) -> Culprit | None:
         """Returns the first site with a non-finite branch or stream on this rank, by a pass without dropout."""

@@ -305,3 +305,87 @@ def test_a_step_that_is_not_applied_leaves_no_trace_in_the_state(tmp_path: Path)
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(after, grads, strict=True))
     monitor.close()
+
+
+def test_running_averages_are_those_of_the_steps_that_were_applied(tmp_path: Path) -> None:
+    """The same steps without a monitor, and without the bad one, come to the same."""
+    data = batches(5)
+
+    def averages(data: list[Tensor], monitored: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        optimizer = adamw(model)
+        if monitored:
+            monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=2)
+            reports = train(model, monitor, data, optimizer=optimizer)
+            monitor.close()
+            culprits = [report.culprit for report in reports if report.culprit is not None]
+            assert [(culprit.phase, culprit.tensor) for culprit in culprits] == [("data", "input[0]")] * 2
+        else:
+            for batch in data:
+                loss_fn(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.state_dict().values())
+
+    spoilt = torch.full((5, 4), math.nan)
+    with_bad = averages([spoilt, *data[:3], spoilt, *data[3:]], monitored=True)
+    assert all(torch.equal(a, b) for a, b in zip(with_bad, averages(data, monitored=False), strict=True))
+
+
+def test_a_sum_that_overflows_in_a_batch_norm_is_not_put_down_to_its_averages(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model[0].weight.data.mul_(1e38).abs_()
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, blocks=())
+    batch = torch.rand(8, 4) * 2
+    assert torch.isfinite(model[0](batch)).all()
+    (report,) = train(model, monitor, [batch])
+    assert report.culprit is not None
+    assert (report.culprit.phase, report.culprit.module, report.culprit.tensor) == ("forward", "1", "output")
+    monitor.close()
+
+
+def test_one_buffer_for_all_micro_batches_is_told(tmp_path: Path) -> None:
+    model, buffer = net(1), torch.zeros(5, 4)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, blocks=())
+    total = torch.zeros(())
+    for value in (math.nan, 1.0):
+        buffer.fill_(value)
+        with monitor.micro_batch(buffer):
+            loss = loss_fn(model, buffer)
+            loss.backward()
+        total += loss.detach()
+    report = monitor.step(adamw(model), total)
+    assert report.culprit is not None
+    assert "micro-batch 0 was written to after it ran" in report.culprit.note
+    (event,) = events(record(monitor), "nonfinite")
+    assert "a batch of its own each time" in event["replay_refused"]
+
+
+def test_a_replay_of_other_numbers_does_not_blame_the_reduction(tmp_path: Path) -> None:
+    model, buffer = nn.Linear(4, 2), torch.full((5, 4), 1e30)
+    monitor = normscale.Monitor(model, lambda model, batch: model(batch).sum() * 1e9, runs=tmp_path, blocks=())
+    with monitor.micro_batch(buffer):
+        loss = (model(buffer) * 1e-30).sum() * 1e9
+        (loss * 1e30).backward()
+    buffer.zero_()
+    report = monitor.step(adamw(model), loss)
+    assert report.reason == "non-finite gradient"
+    assert report.culprit is not None
+    assert (report.culprit.phase, report.culprit.reproduced) == ("backward", False)
+    monitor.close()
+
+
+def test_rows_that_fail_leave_no_rank_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    model = net(2)
+    Poison(model, "blocks.1.proj")
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    monkeypatch.setattr(type(monitor.rows), "found", failing)
+    (report,) = train(model, monitor, [marked(batches(1)[0])])
+    assert not report.applied
+    assert report.culprit is None
+    monitor.close()

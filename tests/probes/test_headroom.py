@@ -100,3 +100,15 @@ def test_an_overflow_in_fp16_is_foreseen(factor: float, monkeypatch: pytest.Monk
     assert set(range(10, failed - 4)) <= set(foreseen)
     for step in range(10, failed - 4):
         assert foreseen[step] == pytest.approx(failed - step, rel=0.3, abs=1), step
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("pre", torch.float32), ("reordered", torch.float16)])
+def test_a_stream_in_fp32_has_the_room_of_fp32_where_only_norms_read_it(scheme: str, limit: torch.dtype) -> None:
+    probe = Activations()
+    trainer_of([probe], {"scheme": scheme, "M": 1}, precision={"compute": "fp16"})
+    absmax = np.array([[1e-6, 1e-6], [1e-36, 1e6]])  # the stream of the second site is past fp16's largest number
+    values = {"sums": np.ones(12), "positions": np.array([0.0, 4.0]), "maxima": absmax.ravel()}
+    probe.begin(1)
+    bits = probe.read(values).profiles["headroom_bits"]
+    assert bits[0] == pytest.approx(math.log2(FP16 / 1e-6))  # the branch's, which products make
+    assert bits[1] == pytest.approx(math.log2(torch.finfo(limit).max / 1e6))

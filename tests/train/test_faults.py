@@ -19,7 +19,7 @@ from normscale.probes.gradients import Gradients
 from normscale.tracking.reader import read_run
 from normscale.train import loop, provenance
 from normscale.train.loop import Trainer, summed_loss
-from normscale.train.provenance import Found
+from normscale.train.provenance import Found, Provenance
 from normscale.train.run import run
 from tests.probes.test_probes import Notes, windows
 from tests.train.test_loop import poisoned, trainer
@@ -287,6 +287,50 @@ def test_a_replay_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert event["replay_refused"] == "RuntimeError: no memory"
     assert (event["layer"], event["culprit"]["reproduced"]) == (3, False)
     assert event["culprit"]["module"] == "blocks.1.sublayers.ffn.branch"
+
+
+def test_rows_that_fail_end_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other ranks wait to agree on what was found."""
+
+    def failing(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    t, notes = trainer(), Notes()
+    monkeypatch.setattr(provenance, "replay", failing)
+    monkeypatch.setattr(Provenance, "_by_rows", failing)
+    with forward_fault(t, site=3, step=1):
+        t.step(windows(1)[0], notes)
+    assert "culprit" not in only(notes)
+    assert t.provenance.site_by_rows() == -1
+    assert "RuntimeError: no memory" in capsys.readouterr().err
+    monkeypatch.setattr(Provenance, "_by_gradients", failing)
+    with backward_fault(t, site=3, step=2):
+        result = t.step(windows(1)[0], notes)
+    assert math.isfinite(result.loss)
+    assert not result.applied
+
+
+def test_a_step_that_is_not_applied_leaves_the_buffers_as_they_were() -> None:
+    """No model here writes any; one that did is asked for nothing else."""
+    engine = trainer().engine
+    module = engine.inner.sublayers()[0].branch
+    module.register_buffer("average", torch.zeros(()))
+
+    def hook(module: Any, args: Any, out: Tensor) -> None:
+        module.average.add_(out.detach().mean())
+
+    module.register_forward_hook(hook)
+    t, notes = Trainer(engine, trainer().config, []), Notes()
+    window = windows(1)[0]
+    t.step(window, notes)
+    before = module.average.clone()
+    assert before != 0
+    with forward_fault(t, site=0, step=2):
+        assert not t.step(window, notes).applied
+    assert torch.equal(module.average, before)
+    assert only(notes)["culprit"]["module"] == "blocks.0.sublayers.self.branch"
+    t.step(window, notes)
+    assert not torch.equal(module.average, before)
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:

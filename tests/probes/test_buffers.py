@@ -1,0 +1,132 @@
+"""The buffers that forward passes write are put back as the window found them, and constants cost nothing."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normscale.config.schema import ModelConfig
+from normscale.models.builder import build
+from normscale.probes import buffers
+from normscale.probes.buffers import AllBuffers, WindowBuffers
+from normscale.schemes.registry import scheme_names
+from tests.probes.test_probes import MODEL
+
+
+class Mixed(nn.Module):
+    """A batch norm, a persistent constant, a cache, and a buffer that is exchanged for another with each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("constant", torch.tensor([1.0, math.nan]))
+        self.inner = nn.Module()
+        self.inner.register_buffer("average", torch.zeros(4))
+        self.inner.register_buffer("beside", torch.ones(2))
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.average = 0.5 * self.inner.average + x.mean(dim=0)  # type: ignore[operator,assignment]
+        self.cache = x[0]
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def kept(window: WindowBuffers) -> list[str]:
+    return [one.path for one in window._kept]
+
+
+def x(value: float = 1.0) -> Tensor:
+    return value * torch.arange(12.0).view(3, 4).sin()
+
+
+def test_a_window_that_is_not_applied_is_undone() -> None:
+    model = Mixed()
+    window = WindowBuffers(model)
+    for step in range(4):
+        before = copy.deepcopy(model.state_dict())
+        window.begin()
+        model(x(step + 1))
+        model(x(math.nan) if step in (0, 2) else x())
+        if step in (0, 2):
+            assert window.put_back() == []
+            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
+        else:
+            window.applied()
+            assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
+            assert int(model.norm.num_batches_tracked) == int(before["norm.num_batches_tracked"]) + 2
+
+
+def test_only_modules_that_write_are_kept_after_the_first_window() -> None:
+    model = Mixed()
+    window = WindowBuffers(model)
+    window.begin()
+    model(x())
+    window.applied()
+    assert kept(window) == [
+        "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "inner.average", "inner.beside"
+    ]  # fmt: skip
+
+
+def test_a_buffer_that_is_written_later_is_named_and_kept_from_then_on() -> None:
+    model = Mixed()
+    model.norm.eval()
+    window = WindowBuffers(model)
+    window.begin()
+    model(x())
+    window.applied()
+    assert kept(window) == ["inner.average", "inner.beside"]
+    model.norm.train()
+    window.begin()
+    model(x())
+    assert window.put_back() == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    before = model.norm.running_mean.clone()  # type: ignore[operator]
+    window.begin()
+    model(x(2.0))
+    assert window.put_back() == []
+    assert torch.equal(model.norm.running_mean, before)
+
+
+@pytest.mark.parametrize("config", [{"scheme": name} for name in scheme_names()] + [{"positions": "sinusoidal"}])
+def test_our_own_models_have_nothing_to_keep(config: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(ModelConfig(**{**MODEL, **config}), 32, 0)
+    assert list(model.buffers())
+    window = WindowBuffers(model)
+
+    def never(*_: object) -> None:
+        raise AssertionError("a buffer is kept")
+
+    monkeypatch.setattr(buffers, "_Copy", never)
+    monkeypatch.setattr(torch, "_foreach_copy_", never)
+    for _ in range(2):
+        window.begin()
+        window.applied()
+        assert window.put_back() == []
+
+
+def test_buffers_follow_a_model_that_is_exchanged_for_another_dtype() -> None:
+    model = Mixed()
+    window = WindowBuffers(model)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        window.begin()
+        model(x().to(dtype))
+        window.applied()
+    before = model.norm.running_mean.clone()  # type: ignore[operator]
+    window.begin()
+    model(x(3.0).double())
+    window.put_back()
+    assert torch.equal(model.norm.running_mean, before)
+    assert model.norm.running_mean.dtype == torch.float64
+
+
+def test_all_buffers_are_put_back_in_the_tensors_they_were_in() -> None:
+    model = Mixed()
+    tensors, values = dict(model.named_buffers()), copy.deepcopy(dict(model.named_buffers()))
+    here = AllBuffers(model)
+    model(x())
+    here.put_back()
+    for name, buffer in model.named_buffers():
+        assert buffer is tensors[name]
+        assert torch.equal(buffer.nan_to_num(), values[name].nan_to_num())
