@@ -18,6 +18,19 @@ PY := .venv/bin/python
 # One shell word, whatever a value holds. ARGS stays as it was written: it is shell words already.
 quoted = '$(subst ','\'',$(value $(1)))'
 
+# make takes `model.M=7` for a variable of its own, and nobody would ever read it: settings belong into ARGS.
+OWN := PYTHON TORCH_INDEX CONFIG NPROC CLAIM PROFILE PORT DRY_RUN
+STRAY_NAMES := name seed model data train precision probes checkpoint tracking args config nproc claim profile port
+given = $(if $(filter command,$(firstword $(origin $(1)))),$(1))
+as_word = $(if $(word 2,$(value $(1))),'$(1)=$(value $(1))',$(1)=$(value $(1)))
+strays := $(strip $(foreach one,$(sort $(.VARIABLES)),\
+    $(if $(or $(findstring .,$(one)),$(filter $(STRAY_NAMES),$(one))),$(call given,$(one)))))
+ifneq ($(strays),)
+known := $(strip $(foreach one,$(OWN),$(if $(call given,$(one)),$(call as_word,$(one)))))
+words := $(strip $(value ARGS) $(foreach one,$(strays),$(call as_word,$(one))))
+$(error $(firstword $(strays)): settings go into ARGS: make $(strip $(or $(MAKECMDGOALS),train) $(known)) ARGS="$(words)")
+endif
+
 # The environment is as it should be when this file is newer than what it was made from.
 STAMP := .venv/installed
 ifneq ($(strip $(TORCH_INDEX)),)

@@ -15,6 +15,7 @@ from normscale.errors import BadInput, NonFiniteStop, StoreError
 
 if TYPE_CHECKING:
     from normscale.config.load import Loaded
+    from normscale.config.schema import RunConfig
     from normscale.train.run import RunResult
 
 EPILOG = (
@@ -83,11 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="check a configuration and say what it makes", allow_abbrev=False)
     check.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)
+    check.add_argument("--yaml", action="store_true", help="also print the whole configuration, as YAML")
     check.set_defaults(call=_check)
 
     names = "a run: its folder, its name, the beginning or a part of that, or latest"
-    show = commands.add_parser("show", help="say what a run is and how it went", allow_abbrev=False)
-    show.add_argument("run", metavar="RUN", help=names)
+    show = commands.add_parser("show", help="say what a run is and how it went; list the newest", allow_abbrev=False)
+    show.add_argument("run", nargs="?", metavar="RUN", help=f"{names}; without one, the newest runs are listed")
     show.set_defaults(call=_show)
     diff = commands.add_parser("diff", help="say what sets two runs apart", allow_abbrev=False)
     diff.add_argument("run", metavar="RUN", help=names)
@@ -96,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     removal = commands.add_parser("removal", help="say what each block of a trained run is worth", allow_abbrev=False)
     removal.add_argument("run", metavar="RUN", help=f"{names}; it needs a checkpoint")
     removal.add_argument("--blocks", type=whole, default=16, help="blocks left out in turn, over all (default 16)")
-    removal.add_argument("--batches", type=whole, default=2, help="held-out batches it is measured on (default 2)")
+    removal.add_argument("--batches", type=whole, default=2, help="held-out batches to measure on (default 2)")
     removal.add_argument("--checkpoint", type=whole, metavar="STEP", help="that of this step (default: the newest)")
     removal.set_defaults(call=_removal)
     for command in (show, diff, removal):
@@ -124,10 +126,17 @@ def _parser() -> argparse.ArgumentParser:
     sync.set_defaults(call=_sync)
 
     ui = commands.add_parser("ui", help="serve the MLflow UI on this machine", allow_abbrev=False)
-    ui.add_argument("--port", type=whole, default=5000, help="(default 5000)")
+    ui.add_argument("--port", type=_port, default=5000, help="(default 5000)")
     _store(ui)
     ui.set_defaults(call=_ui)
     return parser
+
+
+def _port(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a port; give a number, e.g. 5000") from None
 
 
 def _runs(parser: argparse.ArgumentParser) -> None:
@@ -266,13 +275,25 @@ def _say_result(result: "RunResult", uri: str | None) -> None:
     if result.skipped_existing:
         said = f"{said} before; --fresh trains it again"
     if {"loss_val", "unigram_nats"} <= result.summary.keys():
-        said += f"; held-out loss {result.summary['loss_val']:.3f} nats (unigram {result.summary['unigram_nats']:.3f})"
+        loss, unigram = result.summary["loss_val"], result.summary["unigram_nats"]
+        said += f"; held-out loss {loss:.3f} nats, {_than_unigram(loss, unigram)}"
     print(said)
     print(f"run folder: {result.run_dir}")
     if uri is not None:
-        from normscale.tracking.sink_process import ui_words
+        from normscale.tracking.sink_process import run_links, ui_words
 
+        for line in run_links(result.run_dir, uri):
+            print(line)
         print(f"MLflow: {ui_words(uri, DEFAULT_URI)}")
+
+
+def _than_unigram(loss: float, unigram: float) -> str:
+    """Returns what a held-out loss means beside the entropy of the byte frequencies."""
+    if loss >= unigram:
+        return f"no better than byte frequencies ({unigram:.3f}): too few steps, or it does not train"
+    if loss != loss:
+        return f"not finite (byte frequencies: {unigram:.3f})"
+    return f"{unigram - loss:.3f} below byte frequencies ({unigram:.3f})"
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -292,27 +313,57 @@ def _check(options: argparse.Namespace) -> int:
     from normscale.tracking.show import amount
     from normscale.train.flops import flops_per_step, lengths_of
 
-    both = loaded.config.topology == "encoder-decoder"
+    config = loaded.config
+    both = config.topology == "encoder-decoder"
     with torch.device("meta"):  # shapes without memory
-        model = build(loaded.config.model, vocab=VOCAB, seed=loaded.config.seed)
+        model = build(config.model, vocab=VOCAB, seed=config.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    batch, lengths = config.train.batch, lengths_of(config.model)
+    tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
+    flops = amount(flops_per_step(config.model, VOCAB, batch), "FLOP")
     print(f"# depth       N={plan.depth.N} M={plan.depth.M}, {len(list(plan.depth.sites()))} sublayers")
     print(f"# parameters  {parameters:,}")
-    model_config, batch = loaded.config.model, loaded.config.train.batch
-    lengths = lengths_of(model_config)
-    tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
     print(f"# norms       {backend}")
-    print(f"# a step      {tokens}, {amount(flops_per_step(model_config, VOCAB, batch), 'FLOP')} forward and backward")
-    print()
-    print(dump(loaded.config).rstrip())
+    print(f"# a step      {tokens}, {flops} forward and backward")
+    print("\n".join(_estimates(config, device_kind())))
+    if options.yaml:
+        print(f"\n{dump(config).rstrip()}")
     return 0
+
+
+def _estimates(config: "RunConfig", device: str) -> list[str]:
+    """Returns the time of a step and the memory, as finished runs of this machine have them."""
+    from normscale.claims.cost import Device, from_finished, memory_of_nearest
+    from normscale.progress import duration
+    from normscale.tracking.show import amount
+
+    runs = Path(config.tracking.runs)
+    kind: Device = "cuda" if device == "cuda" else "cpu"
+    cost = from_finished(runs, kind)
+    if cost is None:
+        return [f"# time        not known: no run of 50 steps has finished in {runs} on this machine"]
+    lines = [
+        f"# time        about {cost.step(config):.2g} s a step, {duration(cost.of(config))} for"
+        f" {config.train.steps} steps (estimated by {cost.source})"
+    ]
+    if nearest := memory_of_nearest(runs, config, kind):
+        lines.append(f"# memory      {amount(nearest[1], 'B')} at the most in {nearest[0]}, the nearest finished run")
+    return lines
 
 
 def _show(options: argparse.Namespace) -> int:
     from normscale.tracking import draw, show
     from normscale.tracking.find import find_run
+    from normscale.tracking.listing import as_json, listing
     from normscale.tracking.reader import is_written, read_run
 
+    if options.run is None:
+        _check_folder(options.runs, "--runs", made=False)
+        if options.json:
+            print(json.dumps(as_json(options.runs)))
+        else:
+            print("\n".join(listing(options.runs, draw.look_of(sys.stdout, os.environ))))
+        return 0
     folder = find_run(options.run, options.runs)
     record, alive = read_run(folder), is_written(folder)
     if options.json:
@@ -382,8 +433,9 @@ def _claim_run(options: argparse.Namespace) -> int:
 
                 check_place(uri)  # before anything is said
             return run_claims(ids, options.profile, runs=options.runs, uri=uri, workers=options.workers)
-    except KeyboardInterrupt:
-        print("finished runs are kept; the same command goes on with the others", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        kept = str(error) or "finished runs are kept; the same command goes on with the others"
+        print(kept, file=sys.stderr)
         raise
 
 

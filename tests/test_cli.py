@@ -1,6 +1,7 @@
 """The command line as a person meets it: codes, one line on stderr, no traceback, nothing left behind."""
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -40,7 +41,11 @@ QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
         (["ui", "--uri", "foo://x"], "--uri: 'foo://x' is not the address"),
         (["show", "a", "b"], "b: one word too many for normscale show"),
         (["train", QUICK, "data.source=nowhere.txt"], "(override data.source=nowhere.txt)"),
-        (["ui", "--port", "x"], "--port: 'x' is not a whole number; give e.g. 4 (see"),
+        (["ui", "--port", "80x"], "--port: '80x' is not a port; give a number, e.g. 5000 (see"),
+        (["show"], "--runs: runs is not a folder of runs"),
+        (["train", QUICK, "model.depth=6"], "write model.N (encoder blocks) or model.M (decoder blocks)"),
+        (["train", QUICK, "train.learning_rate=1"], "write train.optim.lr"),
+        (["train", QUICK, "name=two", "ranks"], "put both into quotes: 'name=two ranks'"),
         ([], "train|check|show|diff|removal|claim|sync|ui"),
     ],
 )
@@ -111,6 +116,26 @@ def test_the_command_that_shows_a_run_is_said(
     monkeypatch.chdir(ROOT)
     _say_result(RunResult("r", Path("r"), "finished", 0, {}), uri)
     assert capsys.readouterr().out.splitlines()[-1] == says
+
+
+def test_the_end_of_a_run_says_what_its_loss_means_and_where_it_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from normscale.cli import _say_result
+    from normscale.tracking import sink_state
+    from normscale.tracking.mlflow_store import resolve
+    from normscale.train.run import RunResult
+
+    uri = "sqlite:///mlflow.db"
+    entry = {"experiment": "3", "run": "r", "event": "events/step-000002-nonfinite/report.html"}
+    sink_state.save(tmp_path / sink_state.RUN_FILE, resolve(uri), {"": entry})
+    for loss, means in ((2.9, "0.300 below"), (3.7, "no better than"), (math.nan, "not finite (")):
+        _say_result(RunResult("r", tmp_path, "finished", 0, {"loss_val": loss, "unigram_nats": 3.2}), uri)
+        first, _, run, event, last = capsys.readouterr().out.splitlines()
+        assert means in first
+        assert run.startswith("run      http://127.0.0.1:5000/#/experiments/3/runs/r?workflowType=machine_learning")
+        assert "/r/artifacts/events/step-000002-nonfinite/report.html?workflowType=machine_learning" in event
+        assert last.startswith("MLflow: ")
 
 
 def test_outside_the_checkout_the_command_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -197,7 +222,10 @@ def test_training_outlives_the_reader_of_its_output(tmp_path: Path):
     assert read_run(run_dir).finished
 
 
-def test_check_says_depth_and_parameters(capsys: pytest.CaptureFixture[str]):
+def test_check_says_depth_and_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
     assert main(["check", QUICK, "model.M=3"]) == 0
     out = capsys.readouterr().out
     from normscale.config.load import load
@@ -207,7 +235,11 @@ def test_check_says_depth_and_parameters(capsys: pytest.CaptureFixture[str]):
     assert "# depth       N=0 M=3, 6 sublayers" in out
     assert f"# parameters  {sum(p.numel() for p in model.parameters()):,}" in out
     assert "# a step      512 tokens, 176 MFLOP forward and backward" in out
-    assert out.index("# a step") < out.index("model:")  # what one looks for first, then ninety lines of YAML
+    assert out.count("\n") <= 6  # what one looks for; ninety lines of YAML only if asked for
+    assert "not known: no run of 50 steps has finished in runs on this machine" in out
+    assert main(["check", QUICK, "model.M=3", "--yaml"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("# a step") < out.index("model:")
     assert yaml.safe_load(out)["model"]["M"] == 3
     assert main(["check", QUICK, "model.M=3", "model.N=1", "model.context=32"]) == 0
     assert "# a step      256 tokens beside 256 of the source, " in capsys.readouterr().out

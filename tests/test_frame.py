@@ -76,6 +76,23 @@ def test_words_reach_train_as_they_were_written():
     assert words[:-1] == ["local", "--nproc", "2", "--", "it's here.yaml", *own]
 
 
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (["train", "model.M=7", "train.steps=20"], 'make train ARGS="model.M=7 train.steps=20"'),
+        (["train", "seed=1", "NPROC=2", "ARGS=--fresh"], 'make train NPROC=2 ARGS="--fresh seed=1"'),
+        (["claim", "CLAIM=core", "train.steps=3"], 'make claim CLAIM=core ARGS="train.steps=3"'),
+        (["train", "name=two ranks", "data.languages=[en, de]"], "ARGS=\"'data.languages=[en, de]' 'name=two ranks'\""),
+    ],
+)
+def test_settings_that_make_would_swallow_are_refused_with_the_right_command(words: list[str], mend: str):
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, env=MAKE_ENV, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"settings go into ARGS: make {words[0]} " in done.stderr
+    assert mend in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_an_old_python_is_refused_with_the_mend(tmp_path: Path):
     (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2\nexit 1\n')
     (tmp_path / "python").chmod(0o755)

@@ -128,6 +128,27 @@ def from_finished(runs: Path, device: Device = "cpu") -> Cost | None:
     return fitted(points, f"{len(points)} finished runs on this machine", device)
 
 
+def memory_of_nearest(runs: Path, config: RunConfig, device: Device) -> tuple[str, float] | None:
+    """Returns (name, peak memory in bytes) of the finished run here whose step is nearest in work; None without one.
+
+    A run of less than half or more than twice the work says too little.
+    """
+    wanted, found = work_of(config), []
+    for spool in sorted(runs.glob(f"*/{SPOOL}")):
+        try:
+            record = read_run(spool.parent)
+            there = work_of(RunConfig.model_validate(record.start["config"]))
+            memory = float(record.summary["peak_memory_bytes"])
+            here = record.start.get("environment", {}).get("host") == platform.node()
+            here &= record.start.get("identity", {}).get("device", "cpu") == device
+        except (StoreError, KeyError, TypeError, ValueError, AttributeError):
+            continue
+        apart = abs(np.log2(max(1, there.values) / max(1, wanted.values)))
+        if record.finished and here and apart <= 1:
+            found.append((float(apart), record.run_id, memory))
+    return min(found)[1:] if found else None
+
+
 def hours(seconds: float, device: Device) -> str:
     """Returns time of one core or of one GPU in hours."""
     return f"{seconds / 3600:.2g} {'core' if device == 'cpu' else 'GPU'}-hours"

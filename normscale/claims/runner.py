@@ -31,6 +31,7 @@ from normscale.tracking.sink_process import Sink, links, ui_words
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
 SYNC_S = 180.0  # that the last sync into MLflow may take
+AROUND_S = 15.0  # starting the workers, the report and the last sync; empirical
 
 
 @dataclass
@@ -58,7 +59,7 @@ def run_claims(
 
     Raises:
         BadInput: a claim, a folder or the tracking address cannot be used; no run was started.
-        KeyboardInterrupt: it was interrupted; finished runs are kept.
+        KeyboardInterrupt: it was interrupted; the message says what is kept.
     """
     listed = list_claims()
     claims = select(list(ids), listed)
@@ -138,7 +139,7 @@ def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | N
     wall = time_left(jobs, workers)
     # A GPU is taken for as long as any of its workers trains.
     total = hours(seconds if cost.device == "cpu" else wall, cost.device)
-    lines = [f"{head}about {duration(wall)} with {workers} at a time, {total} (estimated by {cost.source})"]
+    lines = [f"{head}about {duration(wall + AROUND_S)} with {workers} at a time, {total} (estimated by {cost.source})"]
     width = max(len(plan.claim.id) for plan in plans)
     for plan in plans:
         own = [job for job in jobs if job.run_id in plan.configs]
@@ -160,10 +161,13 @@ def _train(
         for plan in plans:
             _note(plan, profile, runs)
         device = _device(profile)
-        cost = from_finished(runs, device) or _trial(pool, jobs, device) if jobs else None
-        print("\n".join(_price(plans, jobs, done, cost, pool.size)), flush=True)
-        if jobs:
-            _drive(pool, jobs, plans, profile, runs)
+        try:
+            cost = from_finished(runs, device) or _trial(pool, jobs, device) if jobs else None
+            print("\n".join(_price(plans, jobs, done, cost, pool.size)), flush=True)
+            if jobs:
+                _drive(pool, jobs, plans, profile, runs)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_kept(jobs, done, pool.running)) from None
     return plans, jobs
 
 
@@ -233,6 +237,15 @@ def _drive(pool: Pool, jobs: Sequence[Job], plans: Sequence[Plan], profile: Prof
         pool.run(jobs, tell)
     finally:
         progress.end()
+
+
+def _kept(jobs: Sequence[Job], done: int, at_work: Sequence[Job]) -> str:
+    """Returns what an interruption leaves, beside `done` runs that were finished before."""
+    running = sum(any(job is each for each in at_work) for job in jobs)  # a trial is none of them
+    kept = done + sum(job.outcome == "done" for job in jobs)
+    begun = f"; the {running} that {'was' if running == 1 else 'were'} running begin{'s' * (running == 1)} again"
+    said = f"{kept} of {done + len(jobs)} runs are finished and kept; the same command goes on with the others"
+    return said + begun * bool(running)
 
 
 def _note(plan: Plan, profile: ProfileName, runs: Path, written: Written | None = None) -> None:

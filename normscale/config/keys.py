@@ -7,6 +7,23 @@ from typing import Any, NamedTuple
 from normscale.config.schema import RunConfig
 from normscale.config.values import Section
 
+_ALIASES = {
+    "model.N (encoder blocks) or model.M (decoder blocks)": "depth layers n_layers num_layers n_layer L blocks",
+    "model.d": "width d_model dim hidden hidden_size n_embd embed_dim",
+    "model.heads": "n_heads num_heads n_head",
+    "model.ffn": "d_ff ffn_dim d_ffn mlp intermediate_size",
+    "model.context": "seq_len sequence_length block_size max_len n_ctx ctx",
+    "model.norm": "normalization normalisation norm_type",
+    "train.steps": "max_steps num_steps n_steps iterations iters",
+    "train.batch": "batch_size bs",
+    "train.optim.lr": "learning_rate rate",
+    "train.optim.name": "optimizer optimiser opt",
+    "train.schedule.warmup_steps": "warmup",
+    "precision.compute": "dtype mixed_precision",
+    "checkpoint.every": "save_every save_steps",
+}
+"""What other programs call our keys."""
+
 
 class Key(NamedTuple):
     """One dotted key: the text of its type ("a whole number >= 1 or null"), its default and its one-line help."""
@@ -99,7 +116,9 @@ def hint(section: str, name: str) -> str:
     """Returns the names a section has, then where an unknown name belongs or which name is nearest to it."""
     allowed = children(section)
     elsewhere = [key for key in _fields() if key.rpartition(".")[2] == name]
-    if elsewhere:
+    known = [key for key, words in _ALIASES.items() if name in words.split()]
+    if known or elsewhere:
+        elsewhere = elsewhere or known
         guess = f"; write {' or '.join(elsewhere)}"
     else:  # a name of this section is written as it is, one of another section in full
         full = {key.rpartition(".")[2]: key for key in _fields()} | {own: own for own in allowed}

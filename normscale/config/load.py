@@ -62,8 +62,8 @@ def read(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
     tree = OmegaConf.create(RunConfig().model_dump(mode="json"))
     if path is not None:
         tree = _merge(tree, _file(Path(path), sources))
-    for override in overrides:
-        _override(tree, override, sources)
+    for before, override in zip(["", *overrides], overrides, strict=False):
+        _override(tree, override, sources, before)
     if sources.missing():
         lines = [(plain(key), sources.where(key)) for key in sources.missing()]
         raise _mistakes([f"{key}: no value is given (???); set {key}=...{where}" for key, where in lines])
@@ -181,13 +181,14 @@ def _absent(path: Path) -> str:
     return f"no such file; did you mean {plain(names[close[0]])!r}?" if close else "no such file"
 
 
-def _override(tree: "DictConfig", override: str, sources: Sources) -> None:
-    """Puts one `key=value` into the tree, in place."""
+def _override(tree: "DictConfig", override: str, sources: Sources, before: str = "") -> None:
+    """Puts one `key=value` into the tree, in place; `before` is the word before it."""
     match = _OVERRIDE.fullmatch(override)
     if not match:
-        raise ConfigError(
-            f"override '{plain(override)}': not key=value; write e.g. model.d=64 or train.optim.betas[0]=0.9"
-        )
+        mend = "write e.g. model.d=64 or train.optim.betas[0]=0.9"
+        if before and "=" not in override:
+            mend += f"; if it belongs to the word before, put both into quotes: '{plain(f'{before} {override}')}'"
+        raise ConfigError(f"override '{plain(override)}': not key=value; {mend}")
     key, place = match["key"], f"override {plain(override)}"
     node = _node(match["value"], key, lambda _: place)
     sources.add(key, place, missing=node is not None and node.value == "???")

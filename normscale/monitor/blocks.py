@@ -1,18 +1,24 @@
 """Which modules of a model are its blocks, in the order of depth."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from normscale.errors import BadInput, nearest
 from normscale.probes.names import plain_name
 
 Blocks = str | Sequence[str | nn.Module] | None
 
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # which are never called
+
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # where wrappers keep the module
+
+
+_NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
 def is_deepspeed(thing: Any) -> bool:
@@ -33,6 +39,11 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 def refuse(inner: nn.Module) -> None:
     """Raises BadInput for a wrapper whose gradients nobody could read."""
+    for name, parameter in inner.named_parameters():
+        if is_lazy(parameter):
+            raise BadInput(
+                f"Monitor: {name!r} has no shape yet (a lazy module); run one forward pass before the monitor is made"
+            )
     for name, module in inner.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             where = f"{name!r} is" if name else "the model is"
@@ -56,6 +67,11 @@ def find_blocks(inner: nn.Module, wanted: Blocks) -> dict[str, nn.Module]:
         named.setdefault(plain_name(name), module)  # a wrapper comes before what it holds
     if wanted is None:
         return _found(inner, named)
+    if isinstance(wanted, nn.Module) and not isinstance(wanted, nn.ModuleList | nn.Sequential):
+        raise BadInput(f"Monitor(blocks=...): is a {type(wanted).__name__}; give a list of modules, as [module]")
+    if not isinstance(wanted, Iterable):
+        mend = "names or modules in a list, a regular expression, () or None"
+        raise BadInput(f"Monitor(blocks={wanted!r}): is a {type(wanted).__name__}; give {mend}")
     if isinstance(wanted, str):
         try:
             pattern = re.compile(wanted)
@@ -67,6 +83,48 @@ def find_blocks(inner: nn.Module, wanted: Blocks) -> dict[str, nn.Module]:
             raise BadInput(f"Monitor(blocks={wanted!r}): matches no module; names are as {_examples(named)}")
         return chosen
     return dict(_one(item, named) for item in wanted)
+
+
+def stack_starts(names: Sequence[str]) -> list[int]:
+    """Returns where stacks begin among the names of blocks: a stack is what comes before the first number in them."""
+    stacks = [_NUMBERED.split(name)[0] if _NUMBERED.search(name) else None for name in names]
+    return [i for i, stack in enumerate(stacks) if i == 0 or stack != stacks[i - 1]]
+
+
+class Places:
+    """Where modules stand in a model, to see which of them were taken out."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner = inner
+        self._find()
+
+    def gone(self, modules: Iterable[nn.Module]) -> list[bool]:
+        """Returns for each module whether it is no longer in the model."""
+        modules = list(modules)
+        gone = self._gone(modules)
+        if any(gone):
+            self._find()  # it may stand elsewhere, as in a wrapper
+            gone = self._gone(modules)
+        return gone
+
+    def _find(self) -> None:
+        self._above = {
+            child: (parent, key)
+            for parent in self.inner.modules()
+            for key, child in parent._modules.items()
+            if child is not None
+        }
+
+    def _gone(self, modules: Sequence[nn.Module]) -> list[bool]:
+        stands = {self.inner: True}
+
+        def standing(module: nn.Module) -> bool:
+            if module not in stands:
+                parent, key = self._above.get(module, (None, ""))
+                stands[module] = parent is not None and parent._modules.get(key) is module and standing(parent)
+            return stands[module]
+
+        return [not standing(module) for module in modules]
 
 
 def _one(item: str | nn.Module, named: dict[str, nn.Module]) -> tuple[str, nn.Module]:
@@ -88,14 +146,16 @@ def _found(inner: nn.Module, named: dict[str, nn.Module]) -> dict[str, nn.Module
         if name.startswith(tuple(inside)) or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         stack = {f"{name}.{key}" if name else key: member for key, member in module.named_children()}
-        one_class = len({type(_opened(member)) for member in stack.values()}) == 1
+        classes = {type(_opened(member)) for member in stack.values()}
+        one_class = len(classes) == 1 and not any(issubclass(kind, _HOLDERS) for kind in classes)
         enough = len(stack) > 1 or isinstance(module, nn.ModuleList)
         if enough and one_class and any(_has_parameters(member) for member in stack.values()):
             stacks.append(stack)
             inside += [f"{block}." for block in stack]
     deep = [stack for stack in stacks if any(len(_opened(block)._modules) for block in stack.values())]
     chosen = {name: block for stack in deep or stacks for name, block in stack.items()}
-    children = {plain_name(name): child for name, child in inner.named_children() if _has_parameters(child)}
+    called = {name: child for name, child in inner.named_children() if not isinstance(_opened(child), _HOLDERS)}
+    children = {plain_name(name): child for name, child in called.items() if _has_parameters(child)}
     return chosen or children or {"": inner}
 
 

@@ -1,7 +1,10 @@
 """What a loop can get wrong, and how it is told."""
 
+import inspect
 import numbers
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +15,16 @@ from normscale.monitor.rows import BlockRows
 
 
 def check_settings(
-    model: Any, loss_fn: Any, every: Any, on_nonfinite: Any, clip: Any, update_batch: Any, uri: str | None
+    model: Any,
+    loss_fn: Any,
+    name: Any,
+    runs: Any,
+    every: Any,
+    on_nonfinite: Any,
+    clip: Any,
+    update_batch: Any,
+    config: Any,
+    uri: Any,
 ) -> None:
     """Raises BadInput for settings that cannot be, before anything is attached or written."""
     whole = isinstance(on_nonfinite, int) and not isinstance(on_nonfinite, bool) and on_nonfinite > 0
@@ -28,21 +40,92 @@ def check_settings(
         raise BadInput(f"Monitor(clip={clip!r}): give a norm above 0, or None")
     if update_batch is not None and loss_fn is None:
         raise BadInput("Monitor(update_batch=...): takes loss_fn, which says how a batch is run; give it, too")
+    if not isinstance(name, str):
+        raise BadInput(f"Monitor(name={name!r}): is a {type(name).__name__}; give a text")
+    if not isinstance(runs, str | os.PathLike):
+        raise BadInput(f"Monitor(runs={runs!r}): is a {type(runs).__name__}; give a folder")
+    if config is not None and not isinstance(config, Mapping):
+        raise BadInput(f'Monitor(config=...): is a {type(config).__name__}; give settings by name, as {{"lr": 1e-3}}')
+    if uri is not None and not isinstance(uri, str):
+        raise BadInput(f'Monitor(uri={uri!r}): is a {type(uri).__name__}; give a store, as "sqlite:///mlflow.db"')
     if uri is not None:
         from normscale.tracking.mlflow_store import resolve
 
         resolve(uri)
 
 
-def check_step(optimizer: Any, loss: Any) -> None:
+def check_step(optimizer: Any, loss: Any, grad_norm: Any) -> None:
     """Raises BadInput for arguments of a step that are not what they should be."""
     if not (is_deepspeed(optimizer) or hasattr(optimizer, "param_groups")):
         raise BadInput(f"monitor.step: a {type(optimizer).__name__} is no optimizer; give it first, then the loss")
-    if isinstance(loss, Tensor) and loss.numel() == 1:
+    own: Any = type(getattr(optimizer, "optimizer", optimizer))  # of an optimizer that Accelerate has prepared
+    if not is_deepspeed(optimizer) and _takes_closure(own):
+        raise BadInput(
+            f"monitor.step: {own.__name__} runs the model again within its step, by a closure; such an optimizer "
+            "cannot be monitored"
+        )
+    if odd := _odd(loss):
+        raise BadInput(f"monitor.step: the loss is {odd}; give the window's loss as one number")
+    if grad_norm is not None and (odd := _odd(grad_norm)):
+        raise BadInput(f"monitor.step: grad_norm is {odd}; give the norm as one number, or leave it out")
+
+
+def check_window(micro_batches: int, same: bool) -> None:
+    """Raises BadInput where a step has no micro-batch; `same` says whether the step before was this optimizer's."""
+    if micro_batches:
         return
-    if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
-        what = f"a tensor of {loss.numel()} numbers" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise BadInput(f"monitor.step: the loss is {what}; give the window's loss as one number")
+    if same:
+        raise BadInput(
+            "monitor.step: no micro-batch since the last step; call monitor.micro_batch(batch) before each forward"
+        )
+    raise BadInput(
+        "monitor.step: no micro-batch since the step of another optimizer; a window has one optimizer: with several, "
+        "call monitor.micro_batch(batch) before the forward of each"
+    )
+
+
+def numbers_of(values: Any) -> dict[str, float]:
+    """Returns a loop's own numbers by name.
+
+    Raises:
+        BadInput: they are no numbers, or have no names.
+    """
+    if not isinstance(values, Mapping):
+        raise BadInput(f'monitor.log: is a {type(values).__name__}; give numbers by name, as {{"accuracy": 0.9}}')
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise BadInput(f"monitor.log: the name {name!r} is a {type(name).__name__}; give a text")
+        if odd := _odd(value, or_bool=True):
+            raise BadInput(f"monitor.log: {name!r} is {odd}; give one number")
+    return {name: float(value) for name, value in values.items()}
+
+
+def _odd(value: Any, or_bool: bool = False) -> str:
+    """Returns what something is that is not one real number; "" where it is one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            return f"a tensor of {value.numel()} numbers"
+        return "complex" if value.is_complex() else ""
+    if isinstance(value, bool):
+        return "" if or_bool else "a bool"
+    if not isinstance(value, numbers.Real):
+        return f"a {type(value).__name__}"
+    try:
+        float(value)
+    except OverflowError:
+        return "too large for a floating-point number"
+    return ""
+
+
+@cache
+def _takes_closure(kind: Any) -> bool:
+    """Returns whether an optimizer's step cannot be made without a closure."""
+    try:
+        _, *rest = inspect.signature(kind.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # something that only works like an optimizer
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.kind in positional and one.default is inspect.Parameter.empty for one in rest)
 
 
 def check_hooks(rows: BlockRows, blocks: Sequence[str], first: bool) -> None:
@@ -54,9 +137,14 @@ def check_hooks(rows: BlockRows, blocks: Sequence[str], first: bool) -> None:
         )
     if first and not any(rows.seen[: len(blocks)]):
         named = ", ".join(repr(name) for name in blocks[:3])
+        if rows.odd:
+            raise BadInput(
+                f"Monitor: the {len(blocks)} blocks ({named}, ...) return a {rows.odd}, in which no tensor is found; "
+                "name modules that return one, or tensors in a tuple, mapping or dataclass, with Monitor(blocks=...)"
+            )
         raise BadInput(
             f"Monitor: none of the {len(blocks)} blocks ({named}, ...) has reported a forward pass; call the "
             "model that was given to the monitor, after micro_batch. If it was compiled and run before, hooks are "
             "passed over: make the monitor first, or compile block by block (block.forward = "
-            "torch.compile(block.forward))"
+            "torch.compile(block.forward)). If these modules are not called, name others with Monitor(blocks=...)"
         )

@@ -35,6 +35,10 @@ class DeepSpeed(Engine):
     def gathers(self) -> bool:
         return self.stage == 3
 
+    @property
+    def averages(self) -> bool:
+        return True
+
     def learning_rate(self, optimizer: Any) -> float | None:
         return super().learning_rate(self.engine.optimizer)
 
@@ -102,7 +106,7 @@ class DeepSpeed(Engine):
         gradients = Gradients([p for p in engine.module.parameters() if p.requires_grad])
         gradients.fresh()
         asked.after_backward(gradients)
-        reason, loss, norm, _ = self._judge(asked, gradients, None, None)
+        reason, loss, norm, _, _ = self._judge(asked, gradients, None, None)
         if reason == "applied":
             asked.before_step()
             engine.step()

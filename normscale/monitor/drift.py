@@ -1,15 +1,17 @@
 """How far training has moved what the last block puts out, on a fixed batch."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from normscale.errors import BadInput
 from normscale.monitor.losses import StepProbe
-from normscale.monitor.rows import main_tensor
+from normscale.monitor.outputs import main_tensor
+from normscale.monitor.window import shallow
 from normscale.probes.probe import Subject
 from normscale.probes.replay import RandomState
 from normscale.probes.update import ModelUpdate
@@ -24,6 +26,29 @@ class Drift(StepProbe, ModelUpdate):
         super().__init__({}, steps=(1,), every=every)
         features = output_of(inner, block, forward)
         self.attach(Subject(sites=(), streams=1, width=0, device=device, features=features, gradient_squares=_none))
+
+
+def drift_of(
+    inner: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    device: torch.device,
+    every: int,
+) -> Drift | None:
+    """Returns the probe of a monitor that was given a batch for it; None without one.
+
+    Raises:
+        BadInput: the batch cannot be run.
+    """
+    if batch is None:
+        return None
+    block = list(blocks.values())[-1] if blocks else inner
+    try:
+        return Drift(inner, block, lambda: loss_fn(inner, shallow(batch)), device, every)
+    except Exception as error:
+        message = f"Monitor(update_batch=...): its forward pass failed ({type(error).__name__}: {error})"
+        raise BadInput(message) from error
 
 
 def output_of(inner: nn.Module, block: nn.Module, forward: Callable[[], Any]) -> Callable[[Any], Tensor]:

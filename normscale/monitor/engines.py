@@ -1,8 +1,8 @@
 """How a step is checked and applied: plain, DDP, FSDP2, and optimizers that Accelerate has prepared."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ class Attempt:
         optimizer: what it handed over.
         loss: of the window: a tensor of one number, or a number.
         scaler: torch's GradScaler, where the loop has one.
-        grad_norm: the gradient norm, where the loop has measured it; it may have clipped the gradients, too.
+        grad_norm: the gradient norm, where the loop has measured it; it may have clipped the gradients, too. Below 0
+            it says nothing.
         clip: the largest norm that gradients may have; None leaves them.
         norm_wanted: whether the step is measured, so that the norm is asked for.
         after_backward: called with the gradients when they are complete and not clipped yet; None where none are shown.
@@ -78,6 +79,19 @@ class Result:
         return self.reason not in ("applied", "loss scale overflow")
 
 
+class Verdict(NamedTuple):
+    """What is found of a step: the reason, this rank's loss, the norm, and the norm as a tensor where it is to clip.
+
+    `looked` says that the gradients were, and not only the norm that a loop has measured.
+    """
+
+    reason: Reason
+    loss: float
+    norm: float | None
+    total: Tensor | None
+    looked: bool
+
+
 class Engine:
     """One process, DistributedDataParallel or FSDP2: gradients lie in `.grad`, reduced, and the step is ours to make.
 
@@ -99,6 +113,11 @@ class Engine:
     def gathers(self) -> bool:
         """Whether ranks work together within forward and backward, so that none may leave a replay early."""
         return self._gathers
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over ranks: in a backward pass each rank's are those of its own mean loss."""
+        return self.name in ("ddp", "fsdp2")
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` over ranks."""
@@ -133,7 +152,7 @@ class Engine:
         scale = None if scaler is None else float(scaler.get_scale())
         found = None if scaler is None else _unscaled(scaler, optimizer)
         asked.after_backward(gradients)
-        reason, loss, norm, total = self._judge(asked, gradients, found, scale)
+        reason, loss, norm, total, looked = self._judge(asked, gradients, found, scale)
         clipped = norm
         if reason == "applied":
             if total is not None and asked.clip is not None and norm is not None:
@@ -150,8 +169,7 @@ class Engine:
         elif scaler is not None:
             scaler.update()
         scales = None if scale is None else (scale, float(scaler.get_scale()))
-        seen = gradients if asked.grad_norm is None else None
-        return Result(reason, loss, norm, clipped, seen, scales)
+        return Result(reason, loss, norm, clipped, gradients if looked else None, scales)
 
     def _gradients_of(self, optimizer: Any) -> Gradients:
         """Returns the gradients of an optimizer's parameters, as they are now."""
@@ -162,13 +180,8 @@ class Engine:
             known = self._gradients[id(optimizer)] = Gradients(parameters)
         return known
 
-    def _judge(
-        self, asked: Attempt, gradients: Gradients, found: Tensor | None, scale: float | None
-    ) -> tuple[Reason, float, float | None, Tensor | None]:
-        """Returns the reason, this rank's loss, the norm, and the norm as a tensor where it is ours to clip with.
-
-        The host reads once: nobody could say without that whether to apply the step.
-        """
+    def _judge(self, asked: Attempt, gradients: Gradients, found: Tensor | None, scale: float | None) -> Verdict:
+        """Returns what is found; the host reads once: nobody could say without that whether to apply the step."""
         alike = self.world == 1 or (self.ddp and not gradients.sharded)
         device = gradients.device
         loss, norm, total = on_device(asked.loss, device), None, None
@@ -183,13 +196,17 @@ class Engine:
             total = norm.float()
         flags = [flag for flag in (found, None if norm is None else ~torch.isfinite(norm)) if flag is not None]
         bad = torch.stack([flag.double() for flag in flags]).amax() if flags else gradients.nonfinite().double()
-        numbers = torch.stack([loss, loss if norm is None else norm, bad, (~torch.isfinite(loss)).double()])
+        size = loss if norm is None else norm
+        unknown = torch.zeros_like(size) if norm is None else (norm < 0).double()
+        numbers = torch.stack([loss, size, bad, (~torch.isfinite(loss)).double(), unknown])
         if not alike:
             numbers[2:] = self.sum(numbers[2:])
-        value, size, any_bad, bad_losses = numbers.tolist()
+        value, length, any_bad, bad_losses, unmeasured = numbers.tolist()
+        if unmeasured:
+            return self._judge(replace(asked, grad_norm=None, norm_wanted=True), gradients, found, scale)
         if alike and self.world > 1:
             # A loss that is not finite on one rank, while all gradients are, does no harm there: it is only counted.
-            bad_losses = float(self.sum(numbers[3:])) if any_bad else 0.0
+            bad_losses = float(self.sum(numbers[3:4])) if any_bad else 0.0
         reason: Reason = "applied"
         if bad_losses:
             reason = "non-finite loss"
@@ -199,7 +216,8 @@ class Engine:
             looked = asked.grad_norm is None and norm is not None
             entries = not looked or float(gradients.nonfinite() if alike else self.sum(gradients.nonfinite())) > 0
             reason = "non-finite gradient" if entries else "norm overflow"
-        return reason, value, None if norm is None else size, total if asked.clip is not None else None
+        total = total if asked.clip is not None else None
+        return Verdict(reason, value, None if norm is None else length, total, asked.grad_norm is None)
 
 
 def on_device(number: Any, device: torch.device) -> Tensor:

@@ -1,6 +1,8 @@
 """The gradients of what an optimizer steps: whether they are finite, and how large they are."""
 
+import operator
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,16 +30,10 @@ class Gradients:
         self._norms: Tensor | None = None
 
     def are(self, lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Returns whether these are the parameters in an optimizer's lists, by the first and last of each."""
-        at = 0
-        for own in lists:
-            end = at + len(own)
-            if end > len(self.parameters):
-                return False
-            if own and not (own[0] is self.parameters[at] and own[-1] is self.parameters[end - 1]):
-                return False
-            at = end
-        return at == len(self.parameters)
+        """Returns whether these are the parameters in an optimizer's lists."""
+        if sum(map(len, lists)) != len(self.parameters):
+            return False
+        return all(map(operator.is_, chain.from_iterable(lists), self.parameters))
 
     def fresh(self) -> bool:
         """Forgets what is known of them, since backward has run again; returns whether there are any."""
@@ -92,7 +88,10 @@ class Gradients:
     @torch.no_grad()
     def scale_(self, factor: Tensor) -> None:
         """Multiplies the gradients by a 0-d tensor, in place."""
-        for device, pieces in grouped([grad for p in self.parameters if (grad := p.grad) is not None]):
+        grads = [grad for p in self.parameters if (grad := p.grad) is not None]
+        # The values of a sparse one as they stand: those of a coalesced copy would leave the gradient as it is.
+        held = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in grads]
+        for device, pieces in grouped(held):
             torch._foreach_mul_(pieces, factor.to(device))
 
     def faults(self, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -108,6 +107,13 @@ class Gradients:
             kind = "NaN" if nan else "+Inf" if plus else "-Inf"
             found.append({"name": names.get(id(p), "(not in the model)"), "kind": kind, **counts})
         return found
+
+    def first_fault(self) -> tuple[Tensor, Tensor] | None:
+        """Returns a parameter whose gradient is not finite on this rank, with that gradient; the host reads."""
+        if not self.fresh() or not float(self.nonfinite()):
+            return None
+        found = ((p, p.grad) for p in self.parameters if p.grad is not None)
+        return next((pair for pair in found if not bool(torch.isfinite(local(pair[1])).all())), None)
 
     def _check(self, device: torch.device, pieces: list[Tensor]) -> Tensor:
         """Returns whether some tensor of one device is not finite.

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from normscale.monitor.engines import Result
+from normscale.monitor.engines import Engine, Result
+from normscale.monitor.parameters import BlockParameters
 from normscale.monitor.records import Records
+from normscale.monitor.rows import BlockRows
 from normscale.probes.ledger import MOST_PENDING, Entry, Ledger, Tally, disagreements
 from normscale.probes.probe import Reading
 from normscale.probes.spikes import SpikeScore
@@ -70,12 +70,26 @@ class Journal:
 
     def once(self, step: int, event: str, warn: bool = False, **fields: Any) -> None:
         """Writes an event the first time it is called for it, and says it on standard error, where asked."""
-        if event in self._said:
+        if (key := f"{event} {fields.get('what', '')}") in self._said:
             return
-        self._said.add(event)
+        self._said.add(key)
         self.records.event(step, event, **fields)
         if warn and self.records.spool is not None:
             print(f"normscale: {fields['says']}", file=sys.stderr, flush=True)
+
+    def missing(self, step: int, engine: Engine, rows: BlockRows | None, parameters: BlockParameters | None) -> None:
+        """Says once of each what the profiles of a measured step lack, or are of."""
+        if rows is not None and rows.silent:
+            self.once(step, "blocks_silent", blocks=rows.silent[:20], says="these blocks report nothing")
+        if rows is not None and engine.world > 1 and not engine.averages:
+            says = f"stream_grad_norm is of {engine.world} ranks' own losses together: how they are joined is not known"
+            self.once(step, "unavailable", what="stream_grad_norm", says=says)
+        if parameters is not None and parameters.hidden:
+            says = f"{engine.name} shows no gradients of parameters: there are none by block"
+            self.once(step, "unavailable", what="grad_norm", says=says, warn=True)
+        if parameters is not None and parameters.unlike:
+            says = "grad_norm= is less than the norm of the gradients, so not theirs before clipping: none by block"
+            self.once(step, "unavailable", what="grad_norm", says=says, warn=True)
 
     def end(self, outcome: Outcome, exit_code: int, steps: int, applied: int) -> None:
         """Writes the end."""
@@ -134,14 +148,3 @@ class Journal:
                     self.records.profile(step, name, profile)
             for event, fields in reading.events:
                 self.records.event(step, event, **fields)
-
-
-def optimizer_steps(optimizer: Any) -> float | None:
-    """Returns how many steps an optimizer counts, where it says so without waiting for a device."""
-    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
-    if not groups or not groups[0]["params"] or not isinstance(state, Mapping):
-        return None
-    step = state.get(groups[0]["params"][0], {}).get("step")
-    if isinstance(step, Tensor):
-        return float(step) if step.device.type == "cpu" else None
-    return None if step is None else float(step)

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from normscale.arguments import exit_code_of
 from normscale.errors import BadInput, NonFiniteStop
 from normscale.monitor.blocks import Blocks, find_blocks, inner_of, is_deepspeed, refuse
-from normscale.monitor.checks import check_hooks, check_settings, check_step
+from normscale.monitor.checks import check_hooks, check_settings, check_step, check_window, numbers_of
+from normscale.monitor.counts import OptimizerCount
 from normscale.monitor.deepspeed import DeepSpeed
-from normscale.monitor.drift import Drift
+from normscale.monitor.drift import drift_of
 from normscale.monitor.engines import Attempt, Engine, Result
 from normscale.monitor.gradients import Gradients
-from normscale.monitor.journal import Journal, optimizer_steps
+from normscale.monitor.journal import Journal
 from normscale.monitor.losses import Losses
 from normscale.monitor.parameters import BlockParameters
-from normscale.monitor.provenance import LossFn, Provenance, shallow
+from normscale.monitor.provenance import LossFn, Provenance
 from normscale.monitor.records import Records, check_ranks, facts
 from normscale.monitor.report import StepReport
 from normscale.monitor.rows import BlockRows
+from normscale.monitor.window import MicroBatch
 from normscale.probes.culprit import Culprit
 from normscale.probes.guard import Guard
 from normscale.probes.ledger import Tally
@@ -70,7 +72,7 @@ class Monitor:
     loop's own forward hooks on modules and gradient hooks on parameters.
     Hooks stay on the blocks until `close`. A copy of the model has none that work. A block that is replaced stops
     reporting, which is recorded; a model that is moved goes on. What was compiled whole and run before has no hooks
-    that work, and is refused; re-entrant activation checkpointing, too.
+    that work, and is refused; re-entrant activation checkpointing of whole blocks, too.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Monitor:
             BadInput: something that was given cannot be used, or the model is monitored already.
         """
         self.closed: bool = False
-        check_settings(model, loss_fn, every, on_nonfinite, clip, update_batch, uri)
+        check_settings(model, loss_fn, name, runs, every, on_nonfinite, clip, update_batch, config, uri)
         check_ranks()
         self.model, self.inner = model, inner_of(model)
         other = _WATCHED.get(self.inner)
@@ -124,11 +126,11 @@ class Monitor:
         self.engine: Engine = DeepSpeed(model, model) if is_deepspeed(model) else Engine(model)
         device = self._device()
         named = find_blocks(self.inner, blocks)
-        drift = self._drift(update_batch, loss_fn, named, device) if update_batch is not None and loss_fn else None
+        drift = drift_of(self.inner, named, update_batch, loss_fn, device, every) if loss_fn else None
         self.records = Records(name, runs, self.engine.rank, self.engine.world)
         self.run_id, self.run_dir, self.blocks = self.records.run_id, self.records.run_dir, list(named)
         self.rows = BlockRows(named, device) if named else None
-        self.parameters = BlockParameters(named, device, updates) if named else None
+        self.parameters = BlockParameters(self.inner, named, device, updates) if named else None
         self.losses = Losses(device)
         probes: list[Probe] = [probe for probe in (self.losses, self.rows, self.parameters, drift) if probe is not None]
         self.guard = Guard(probes, device, self.engine.rank, self.engine.world)
@@ -137,7 +139,7 @@ class Monitor:
         self.steps = self.applied = self.in_a_row = 0
         self._measured = self._measure_next = False
         self._micro_batches, self._open = 0, False
-        self._sink: Any = None
+        self._count = OptimizerCount()
         _WATCHED[self.inner] = weakref.ref(self)
         self._leave = weakref.finalize(self, _leave, self.rows, self.provenance, self.records)
         self._leave.atexit = False  # without close() a run has no end, as if it had been killed
@@ -148,15 +150,18 @@ class Monitor:
                 config={"name": name, "monitor": settings, **loop},
                 **facts(self.inner, device, self.engine.name, self.engine.world, self.blocks),
             )
-            if uri is not None and self.engine.rank == 0:
-                self._sink = _start_sink(self.run_dir.parent, uri)
+            if uri is not None:
+                self.records.follow(uri)
         except BaseException:
             self.closed = True
             self._leave()
             raise
 
     def micro_batch(self, batch: Any = None) -> "MicroBatch":
-        """Begins a micro-batch: call it before the forward pass, or use it in a `with` around forward and backward."""
+        """Begins a micro-batch: call it before the forward pass, or use it in a `with` around forward and backward.
+
+        An exception that leaves the `with` takes the micro-batch out of the window, as if it had not been.
+        """
         self._usable("micro_batch")
         self._end_micro_batch()
         if self._micro_batches == 0:
@@ -174,7 +179,7 @@ class Monitor:
         self._open = True
         if rows := self._live(self.rows):
             rows.open()
-        return MicroBatch(batch, partial(self._end_micro_batch, (self.steps, self._micro_batches)))
+        return MicroBatch(batch, partial(self._end_with, (self.steps, self._micro_batches)))
 
     def step(self, optimizer: Any, loss: Tensor | float, *, grad_norm: Any = None, scaler: Any = None) -> StepReport:
         """Makes the optimizer's step if the loss and all gradients are finite; returns what came of it.
@@ -182,8 +187,8 @@ class Monitor:
         Args:
             optimizer: The optimizer, or DeepSpeed's engine.
             loss: Of the window, as it should be recorded; a tensor of one number, or a number.
-            grad_norm: The gradient norm before clipping, where the loop has measured it; the gradients are then not
-                looked at.
+            grad_norm: The L2 norm of the optimizer's gradients before clipping, where the loop has measured it; they
+                are then not looked at. Below 0 it is as if left out.
             scaler: The loop's GradScaler, whose `step` and `update` are called in its place.
 
         Raises:
@@ -191,12 +196,12 @@ class Monitor:
             BadInput: the call makes no sense where it stands.
         """
         self._usable("step")
-        check_step(optimizer, loss)
-        if self._micro_batches == 0:
-            raise BadInput(
-                "monitor.step: no micro-batch since the last step; call monitor.micro_batch(batch) before each forward"
-            )
+        check_step(optimizer, loss, grad_norm)
+        check_window(self._micro_batches, self._count.optimizer in (None, optimizer))
+        self._count.check(optimizer, scaler is not None)
         self._end_micro_batch()
+        if self.parameters is not None:
+            self.parameters.given = grad_norm
         if rows := self._live(self.rows):
             check_hooks(rows, self.blocks, first=self.steps == 0)
         engine = self._engine(optimizer)
@@ -211,9 +216,12 @@ class Monitor:
         self.applied += result.applied
         self.in_a_row = self.in_a_row + 1 if result.bad else 0 if result.applied else self.in_a_row
         self._call("after_step", self.steps)
-        self.provenance.end(result.applied)
+        self.provenance.end(self.steps, result.applied)
         if (late := self.provenance.late) and not result.bad:
             self.journal.once(self.steps, "unavailable", what="buffers", says=f"{late[0]} could not be put back")
+        if (undone := self.provenance.unzeroed) and not result.applied:
+            says = f"the gradients of step {undone}, which was not applied, were not zeroed: call optimizer.zero_grad()"
+            self.journal.once(self.steps, "not_zeroed", says=f"{says} after every monitor.step", warn=True)
         culprit = self._explain(engine, result) if result.bad else None
         self._record(engine, optimizer, result)
         measured, self._measured, self._micro_batches = self._measured, False, 0
@@ -232,7 +240,9 @@ class Monitor:
     def log(self, values: Mapping[str, float]) -> None:
         """Records numbers of the loop's own at the step that was made last, as {"accuracy": 0.9}; rank 0's count."""
         self._usable("log")
-        self.records.metrics(self.steps, self.applied, {USER + name: float(value) for name, value in values.items()})
+        self.records.metrics(
+            self.steps, self.applied, {USER + name: value for name, value in numbers_of(values).items()}
+        )
 
     def close(self) -> None:
         """Ends the records and takes every hook off the model; a second call does nothing."""
@@ -251,14 +261,6 @@ class Monitor:
         else:
             self._end("interrupted" if isinstance(error, KeyboardInterrupt) else "error", exit_code_of(error)[0])
 
-    def _drift(self, batch: Any, loss_fn: LossFn, named: Mapping[str, nn.Module], device: torch.device) -> Drift:
-        block = list(named.values())[-1] if named else self.inner
-        try:
-            return Drift(self.inner, block, lambda: loss_fn(self.inner, shallow(batch)), device, self.every)
-        except Exception as error:
-            message = f"Monitor(update_batch=...): its forward pass failed ({type(error).__name__}: {error})"
-            raise BadInput(message) from error
-
     def _explain(self, engine: Engine, result: Result) -> Culprit | None:
         """Records the event of a step that was not finite; returns its culprit."""
         found = self.provenance.seek(engine, result, self._live(self.rows), self._device())
@@ -270,23 +272,19 @@ class Monitor:
         """Writes what the step came to, if it is measured or was not applied."""
         scale = result.scale[0] if result.scale else 1.0
         if self.rows is not None:
-            self.rows.unscaled = 1.0 / scale
+            self.rows.unscaled = 1.0 / (scale * (engine.world if engine.averages else 1))
         self.losses.add(self.steps, result.loss, result.reason == "applied" and not math.isfinite(result.loss))
         readings = self.guard.collect(self.steps, engine.sum, engine.max) if self._measured else []
         if readings:
             profiles = {name: row for reading in readings for name, row in reading.profiles.items()}
             self.provenance.profiles.append((self.steps, profiles))
         changed = self.parameters.changed if self.parameters is not None and self._measured else None
-        counts = Tally(self.applied, optimizer_steps(optimizer) if self._measured else None, changed=changed)
+        counts = Tally(self.applied, self._count.since(optimizer, self.applied, self._measured), changed=changed)
         lr = engine.learning_rate(optimizer)
         self.journal.add(self.steps, self.applied, result, lr, counts, readings if self._measured else None)
         for probe, reason in self.guard.news():
             self.records.event(self.steps, "probe_off", probe=probe, reason=reason)
-        if (rows := self._live(self.rows)) and rows.silent:
-            self.journal.once(self.steps, "blocks_silent", blocks=rows.silent[:20], says="these blocks report nothing")
-        if (parameters := self._live(self.parameters)) and parameters.hidden:
-            says = f"{engine.name} shows no gradients of parameters: there are none by block"
-            self.journal.once(self.steps, "unavailable", what="grad_norm", says=says, warn=True)
+        self.journal.missing(self.steps, engine, self._live(self.rows), self._live(self.parameters))
 
     def _live(self, probe: _P | None) -> _P | None:
         """Returns the probe if this step is measured and it is not switched off."""
@@ -300,18 +298,28 @@ class Monitor:
         self._open = False
         self.journal.end(outcome, exit_code, self.steps, self.applied)
         self._leave()
-        if self._sink is not None:
-            from normscale.tracking.sink_process import finish_sink
-
-            finish_sink(self._sink)
+        self.records.finish(stopped=outcome == "interrupted")
         with suppress(KeyError):
             del _WATCHED[self.inner]
 
-    def _end_micro_batch(self, only: tuple[int, int] | None = None) -> None:
-        """Folds the micro-batch that is open, if one is, and if it is the one that is meant."""
-        if self._open and only in (None, (self.steps, self._micro_batches)):
+    def _end_micro_batch(self) -> None:
+        """Folds the micro-batch that is open, if one is."""
+        if self._open:
             self._open = False
             self._call("after_micro_batch", {})
+
+    def _end_with(self, meant: tuple[int, int], well: bool) -> None:
+        """Ends the micro-batch that is meant, if it is open still; forgets it where it did not end well."""
+        if not self._open or meant != (self.steps, self._micro_batches):
+            return
+        if well:
+            self._end_micro_batch()
+            return
+        self._open = False
+        self._micro_batches -= 1
+        self.provenance.drop()
+        if rows := self._live(self.rows):
+            rows.drop()
 
     def _after_backward(self, gradients: Gradients | None) -> None:
         if self.parameters is not None:
@@ -337,28 +345,9 @@ class Monitor:
         return torch.device("cpu") if first is None else first.device
 
 
-class MicroBatch:
-    """A micro-batch between its begin and its end."""
-
-    def __init__(self, batch: Any, end: Callable[[], None]) -> None:
-        self.batch, self.end = batch, end
-
-    def __enter__(self) -> Any:
-        return self.batch
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
-
 def _leave(rows: BlockRows | None, provenance: Provenance, records: Records) -> None:
     """Takes every hook off, and closes the records as they are."""
     if rows is not None:
         rows.detach()
     provenance.detach()
     records.close()
-
-
-def _start_sink(runs: Path, uri: str) -> Any:
-    from normscale.tracking.sink_process import start_sink
-
-    return start_sink(runs, uri)

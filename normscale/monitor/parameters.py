@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from normscale.monitor.blocks import Places, stack_starts
+from normscale.monitor.engines import on_device, whole
 from normscale.monitor.gradients import Gradients
 from normscale.monitor.losses import StepProbe
 from normscale.monitor.pieces import local, norms_of, shared_squares
 from normscale.probes.gradients import Gradients as SublayerGradients
+from normscale.probes.gradients import depth_slope
 from normscale.probes.probe import Array, Hand, Reading
+
+SAME = 1e-3  # relative difference of two norms that are the same
 
 
 class BlockParameters(StepProbe):
@@ -19,20 +25,26 @@ class BlockParameters(StepProbe):
 
     The second is the norm of a block's change over that of the block before, of steps that are applied. It takes a
     copy of the blocks' parameters for the time of the step. Where an engine shows no gradients (DeepSpeed's), there
-    is no such profile, rather than one of zeros.
+    is no such profile, rather than one of zeros. A block that was taken out of the model has NaN.
+
+    A loop that has measured the norm may have clipped by it: then norms are scaled to what they were.
     """
 
     name = "parameters"
 
-    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device, updates: bool) -> None:
+    def __init__(self, inner: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device, updates: bool) -> None:
         self.blocks, self.device, self.updates = dict(blocks), device, updates
+        self.places, self.last_stack = Places(inner), stack_starts(list(blocks))[-1]
         self.source: Gradients | None = None
+        self.given: Any = None  # the norm before clipping, of a loop that has measured it
+        self.unlike = False  # whether that cannot be the norm of these gradients
         self.hidden = False  # whether the last measured step showed no gradient
         self.changed: float | None = None  # share of the blocks that it moved, where that could be seen
         self.begin(0)
 
     def begin(self, step: int) -> None:
         self.sums = torch.zeros(5, len(self.blocks), dtype=torch.float64, device=self.device)
+        self.norms = torch.zeros(3, dtype=torch.float64, device=self.device)  # present, squared; given; ranks
         self.own: list[list[Tensor]] = []
         self.before: list[Tensor] = []
 
@@ -41,6 +53,9 @@ class BlockParameters(StepProbe):
         self.own = self._parameters()
         if self.source is None:
             return
+        if self.given is not None:
+            present, given = self.source.squares().sum(), on_device(whole(self.given), self.device)
+            self.norms = torch.stack([present.to(self.device), given, torch.ones_like(given)])
         place = {id(p): i for i, p in enumerate(self.source.present())}
         groups = [[place[id(p)] for p in group if id(p) in place] for group in self.own]
         self.sums[0] = torch.tensor([float(bool(group)) for group in groups])
@@ -69,16 +84,24 @@ class BlockParameters(StepProbe):
         self.before = []
 
     def hand_over(self) -> Mapping[str, Hand]:
-        return {"sums": Hand(self.sums, "sum")}
+        return {"sums": Hand(self.sums, "sum"), "norms": Hand(self.norms, "sum")}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         there, squares, compared, moved, size = values["sums"].reshape(5, len(self.blocks))
-        self.hidden = not there.any()
+        present, given, ranks = values["norms"]
+        self.hidden, self.unlike = not there.any(), False
+        if given > 0 and present > 0:
+            factor = float(given / ranks / np.sqrt(present))
+            self.unlike = factor < 1 - SAME
+            squares = squares * factor**2 if factor > 1 + SAME else squares
+            there = np.zeros_like(there) if self.unlike else there
         self.changed = float((moved[compared > 0] > 0).mean()) if compared.any() else None
         reading = Reading()
         if there.any():
             reading = SublayerGradients().read({"squares": np.where(there > 0, squares, np.nan)})
-            if not there.all():
+            slope = depth_slope(np.sqrt(np.where(there > 0, squares, np.nan))[self.last_stack :])
+            reading.scalars["grad_slope_now"] = slope
+            if not there.all() or math.isnan(slope):
                 reading.scalars = {name: value for name, value in reading.scalars.items() if not math.isnan(value)}
         if compared.any():
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -93,8 +116,9 @@ class BlockParameters(StepProbe):
         """Returns the trained parameters of every block as they are now, each in the first block that has it."""
         seen: set[int] = set()
         found = []
-        for block in self.blocks.values():
-            own: list[Tensor] = [p for p in block.parameters() if p.requires_grad and id(p) not in seen]
+        blocks = self.blocks.values()
+        for block, gone in zip(blocks, self.places.gone(blocks), strict=True):
+            own: list[Tensor] = [p for p in block.parameters() if p.requires_grad and id(p) not in seen and not gone]
             seen.update(map(id, own))
             found.append(own)
         return found

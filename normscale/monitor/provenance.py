@@ -1,6 +1,5 @@
 """Where a monitored step went wrong: by a replay of its micro-batches, by the rows of the blocks, or by gradients."""
 
-import copy
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,9 @@ from torch import Tensor, nn
 
 from normscale.errors import ReplayRefused
 from normscale.monitor.engines import Engine, Result
+from normscale.monitor.gradients import Gradients
 from normscale.monitor.rows import BlockRows, inert_hook
+from normscale.monitor.window import shallow
 from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers
 from normscale.probes.culprit import LOSS, Culprit
@@ -36,12 +37,15 @@ class Provenance:
 
     Attributes:
         late: buffers that the window at hand wrote to and that could not be put back.
+        unzeroed: number of a step before it that was not applied and whose gradients were still there; 0: none.
     """
 
     def __init__(self, inner: nn.Module, loss_fn: LossFn | None, blocks: Sequence[str]) -> None:
         self.inner, self.loss_fn, self.blocks = inner, loss_fn, list(blocks)
         self.kept: list[Kept] = []
         self.buffers, self.late = WindowBuffers(inner), list[str]()
+        self.unzeroed = self._undone = 0
+        self._left: tuple[Tensor, Tensor] | None = None  # a parameter and the bad gradient it has at the beginning
         self.profiles: deque[tuple[int, Mapping[str, Array]]] = deque(maxlen=RUN_UP)
         self._around = Surroundings()
         self._handle = inner.register_forward_pre_hook(self._around) if loss_fn is not None else None
@@ -49,10 +53,14 @@ class Provenance:
     def begin(self) -> None:
         """Begins a window, before its first forward."""
         self.buffers.begin()
+        self._left = Gradients(list(self.inner.parameters())).first_fault() if self._undone else None
 
-    def end(self, applied: bool) -> None:
+    def end(self, step: int, applied: bool) -> None:
         """Ends a window: buffers stay as a step that is applied has left them, and are put back otherwise."""
-        self.late = []
+        still = self._left is not None and self._left[0].grad is self._left[1]  # else zeroed after the window began
+        self.unzeroed = self._undone if still else 0
+        self._undone = 0 if applied else self.unzeroed or step
+        self.late, self._left = [], None
         if applied:
             self.buffers.applied()
         else:
@@ -62,6 +70,10 @@ class Provenance:
         """Keeps a micro-batch that is about to run; the host does not wait."""
         if self.loss_fn is not None:
             self.kept.append(Kept.of(shallow(batch), device))
+
+    def drop(self) -> None:
+        """Forgets the last micro-batch, which did not run to its end."""
+        del self.kept[-1:]
 
     def forget(self) -> None:
         """Forgets the window."""
@@ -85,7 +97,10 @@ class Provenance:
             culprit = agree(Culprit.norm_overflow(entries, device, type(self.inner).__name__))
         else:
             found, refused = self._replayed(engine, result)
-            why = refused or _FINITE
+            several = engine.world > 1 or len(self.kept) > 1
+            why = refused or (_FINITE if several else f"{_FINITE}, and nothing was summed")
+            if self.unzeroed:
+                why = f"the gradients of step {self.unzeroed} were not zeroed; {why}"
             culprit = agree(found or self._by_less(rows, result, faults, device, why))
         layer = -1 if culprit is None else self._layer(culprit)
         run_up = [
@@ -251,11 +266,6 @@ class Surroundings:
 
     def __reduce__(self) -> Any:
         return inert_hook, ()
-
-
-def shallow(batch: Any) -> Any:
-    """Returns a batch whose outer container is its own, since losses pop labels from theirs."""
-    return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
 
 
 def _side(backward: bool) -> str:

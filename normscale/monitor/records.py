@@ -4,10 +4,11 @@ import os
 import platform
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,12 @@ from torch import nn
 
 import normscale
 from normscale.errors import BadInput, StoreError
+from normscale.monitor.blocks import stack_starts
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SpoolWriter
+
+if TYPE_CHECKING:
+    from normscale.tracking.sink_process import Sink
 
 
 class Records:
@@ -34,6 +39,7 @@ class Records:
             raise BadInput(f"Monitor(name={name!r}): a name has letters or digits in it")
         self.run_id = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self.spool: SpoolWriter | None = None
+        self._sink: Sink | None = None
         runs, failed = Path(runs).absolute(), ""
         if rank == 0:
             try:
@@ -56,6 +62,13 @@ class Records:
         if self.spool is not None:
             self.spool.start(run_id=self.run_id, **fields)
 
+    def follow(self, uri: str) -> None:
+        """Begins a process that keeps an MLflow store up to date."""
+        if self.spool is not None:
+            from normscale.tracking.sink_process import Sink
+
+            self._sink = Sink(self.run_dir.parent, uri)
+
     def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None:
         if self.spool is not None:
             self.spool.metrics(step, applied, values)
@@ -75,6 +88,14 @@ class Records:
     def end(self, outcome: Outcome, exit_code: int, summary: Mapping[str, float | int | str]) -> None:
         if self.spool is not None:
             self.spool.end(outcome, exit_code, summary)
+            if self.spool.gone:
+                said = f"{self.run_dir}: the end of the run is not recorded ({self.spool.gone})"
+                print(f"normscale: {said}", file=sys.stderr, flush=True)
+
+    def finish(self, stopped: bool) -> None:
+        """Waits for the store, if one is kept up to date, and says what it lacks; shortly where a run was stopped."""
+        if self._sink is not None and (lacks := self._sink.finish(60.0, stopped)):
+            print(f"normscale: {lacks}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.spool is not None:
@@ -111,6 +132,7 @@ def facts(inner: nn.Module, device: torch.device, engine: str, world: int, block
         "engine": engine,
         "precision_seen": {"params": ", ".join(dtypes)},
         "rows": list(blocks),
+        "stacks": stack_starts(blocks),
         "outer_run": os.environ.get("MLFLOW_RUN_ID"),
     }
 

@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from normscale.monitor.blocks import stack_starts
 from normscale.monitor.losses import StepProbe
+from normscale.monitor.outputs import block_statistics, main_tensor
 from normscale.probes.gradients import depth_slope
 from normscale.probes.headroom import Headroom
 from normscale.probes.probe import Array, Hand, Reading
 
-FIRST_NAMES = ("hidden_states", "last_hidden_state", "output", "h", "x")  # of a block's outputs by name, the stream
 NORM, ABSMAX, NONFINITE, SUM = range(4)
 
 
@@ -27,6 +28,10 @@ class BlockRows(StepProbe):
     A forward hook on each block writes a row of one buffer; a hook on the output writes the gradient's row. Both work
     on measured steps only, and a block that activation checkpointing runs again in backward is not counted again. A
     block that runs several times in a micro-batch adds up in its row, and so do micro-batches.
+
+    The slope over depth is that of the last stack, as of a decoder behind an encoder. Headroom is against the largest
+    number of each output's own format: branches inside a block, which autocast may compute in a narrower one, are not
+    seen.
 
     Shape: now, sums [2n, ...] fp64: the n blocks' outputs, then their gradients.
     """
@@ -38,15 +43,19 @@ class BlockRows(StepProbe):
     first: Tensor
     micro_batch: int
     calls: list[int]
+    seen: list[int]
+    numel: list[int]
 
     def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
         self.blocks, self.device = list(blocks), device
         self.on = False
         self.failed: Exception | None = None
         self.reentrant = ""  # the block that was seen to run again under re-entrant checkpointing
-        self.unscaled = 1.0  # factor that takes a loss scale out of the gradients
-        self.largest = math.inf  # largest number of the format that is computed in, once it was seen
-        self.headroom: Headroom | None = None
+        self.odd = ""  # class of what a block returned in which no tensor was found
+        self.unscaled = 1.0  # factor that makes gradients those of the mean loss: no loss scale, no sum over ranks
+        self.largest = np.full(len(blocks), np.inf)  # largest number of the format of each block's output
+        self.headroom = Headroom(1.0, len(blocks))
+        self.last_stack = stack_starts(self.blocks)[-1]
         self.step = 0
         self._place(device)
         self._handles = [block.register_forward_hook(Hook(self, index)) for index, block in enumerate(blocks.values())]
@@ -65,7 +74,14 @@ class BlockRows(StepProbe):
 
     def open(self) -> None:
         """Lets the hooks measure, until `after_micro_batch`."""
+        self._before = self.seen.copy(), self.numel.copy()
         self.on = True
+
+    def drop(self) -> None:
+        """Forgets what was measured since `open`."""
+        self.on = False
+        self.seen, self.numel = self._before
+        self._empty()
 
     def after_micro_batch(self, positions: Mapping[str, int] | None = None) -> None:
         self.on = False
@@ -77,8 +93,7 @@ class BlockRows(StepProbe):
         bad = (self.now[:, NONFINITE] > 0) & (self.first < 0)
         self.first = torch.where(bad, self.micro_batch, self.first)
         self.micro_batch += 1
-        self.now.zero_()
-        self.calls = [0] * len(self.calls)
+        self._empty()
 
     def hand_over(self) -> Mapping[str, Hand]:
         counts = torch.tensor([self.seen, self.numel], dtype=torch.float64).to(self.device)
@@ -97,7 +112,7 @@ class BlockRows(StepProbe):
             stream = np.sqrt(squares[:n] / numel[:n])
             share = np.abs(totals[:n] / numel[:n]) / stream
         scalars = {"stream_first": stream[0], "stream_last": stream[-1], "stream_max": np.nanmax(absmax[:n])}
-        scalars["stream_growth"] = depth_slope(stream)
+        scalars["stream_growth"] = depth_slope(stream[self.last_stack :])
         known = {
             "stream_first": seen[0],
             "stream_last": seen[n - 1],
@@ -113,11 +128,9 @@ class BlockRows(StepProbe):
             gradients = np.sqrt(squares[n:]) * self.unscaled + missing[n:]
             profiles |= {"stream_grad_norm": gradients, "stream_grad_absmax": absmax[n:] * self.unscaled}
             profiles["stream_grad_nonfinite"] = nonfinite[n:]
-        if self.largest < math.inf:
-            if self.headroom is None:
-                self.headroom = Headroom(self.largest, n)
-            room = self.headroom.read(self.step, np.nan_to_num(absmax[:n], nan=0.0, posinf=np.inf))
-            scalars, profiles = scalars | room.scalars, profiles | room.profiles
+        used = absmax[:n] / np.where(np.isfinite(self.largest), self.largest, np.nan)
+        room = self.headroom.read(self.step, np.nan_to_num(used, nan=0.0, posinf=np.inf))
+        scalars, profiles = scalars | room.scalars, profiles | room.profiles
         return Reading({name: float(value) for name, value in scalars.items() if known.get(name, True)}, profiles)
 
     def found(self) -> "Found | None":
@@ -136,6 +149,11 @@ class BlockRows(StepProbe):
         order = row if row < n else 3 * n - 1 - row  # forward first, then backward from the last block on
         return Found(self.blocks[row % n], row >= n, int(at), order, kind, int(nonfinite[row]), self.numel[row])
 
+    def _empty(self) -> None:
+        """Empties the rows of a micro-batch."""
+        self.now.zero_()
+        self.calls = [0] * len(self.calls)
+
     def _place(self, device: torch.device) -> None:
         """Empties the buffers, on the device."""
         rows = 2 * len(self.blocks)
@@ -145,24 +163,29 @@ class BlockRows(StepProbe):
         self.first = torch.full((rows,), -1, device=device)
         self.micro_batch = 0
         self.calls, self.seen, self.numel = [0] * rows, [0] * rows, [0] * rows
+        self._before = self.seen, self.numel
         self.quiet: set[int] = set()  # blocks that ran without building a graph
+        self.loud: set[int] = set()  # and those that built one
         self.silent: list[str] = []
 
     def forward(self, index: int, module: nn.Module, output: Any) -> None:
         """Measures a block's output; never raises, since it runs amid someone's forward pass."""
         try:
             if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing runs the block again
-                if index in self.quiet:
+                if index in self.quiet and index not in self.loud:
                     self.reentrant = self.reentrant or self.blocks[index]
                 return
             x = main_tensor(output)
             if x is None:
+                self.odd = type(output).__name__
                 return
             if not torch.is_grad_enabled():
                 if not module.training:
                     return  # an evaluation between
                 self.quiet.add(index)
-            self.largest = min(self.largest, torch.finfo(_computed_in(x)).max)
+            else:
+                self.loud.add(index)
+            self.largest[index] = torch.finfo(x.dtype).max
             self._write(index, x)
             if x.requires_grad:
                 x.register_hook(  # type: ignore[no-untyped-call]
@@ -174,7 +197,7 @@ class BlockRows(StepProbe):
     def _gradient(self, row: int, gradient: Tensor) -> None:
         """Measures a gradient; returns nothing, since what a tensor's hook returns would replace it."""
         try:
-            if self.on:
+            if self.on and not torch.is_grad_enabled():  # else it is an inner gradient, as of a gradient penalty
                 self._write(row, gradient)
         except Exception as error:
             self.on, self.failed = False, error
@@ -244,53 +267,3 @@ def inert_hook() -> Any:
 def eagerly(rows: BlockRows, index: int, module: nn.Module, output: Any) -> None:
     """Measures outside of any graph: a row number in one would make a graph of each block."""
     rows.forward(index, module, output)
-
-
-def main_tensor(output: Any) -> Tensor | None:
-    """Returns the stream in what a block returned: the tensor, a named one, or the first of floating point."""
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    if isinstance(output, Mapping):
-        named = [output[name] for name in FIRST_NAMES if name in output]
-        return _first([*named, *output.values()])
-    if is_dataclass(output) and not isinstance(output, type):
-        values = {one.name: getattr(output, one.name) for one in fields(output)}
-        return main_tensor(values)
-    if isinstance(output, Sequence) and not isinstance(output, str | bytes):
-        return _first(output)
-    return None
-
-
-def _first(values: Sequence[Any]) -> Tensor | None:
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    return next((found for value in values if (found := main_tensor(value)) is not None), None) if values else None
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    """Returns the format of the products around a tensor: autocast's where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def block_statistics(x: Tensor) -> Tensor:
-    """Returns [L2 norm, largest absolute value, number of non-finite entries, sum] of `x`, in fp32 at least.
-
-    A NaN makes all but the third NaN. It takes no copy of `x` in a wider dtype.
-
-    Shape: x any; result [4].
-    """
-    x = x.detach()
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if x.numel() == 0:
-        return torch.zeros(4, dtype=wide, device=x.device)
-    low, high = torch.aminmax(x)  # a tenth of what the maximum norm takes on a CPU
-    return torch.stack(
-        [
-            torch.linalg.vector_norm(x, dtype=wide),
-            torch.maximum(-low, high).to(wide),
-            torch.count_nonzero(x - x).to(wide),  # what is not finite is NaN then, and NaN is not 0
-            x.sum(dtype=wide),
-        ]
-    )

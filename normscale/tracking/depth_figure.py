@@ -13,9 +13,9 @@ from normscale.tracking.record import PROFILES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLUMNS = 3
-PANEL = (430, 300)  # pixels
-FONT = 13
+COLUMNS = 2
+PANEL = (645, 400)  # pixels
+FONT = 18  # pixels; the UI shows the figure at half its size
 DECADE = 10.0  # a profile that spans more than this is drawn on a logarithmic axis
 BAD = "nonfinite"  # counts that are drawn only where they are not all 0
 
@@ -43,8 +43,8 @@ def depth_figure(record: RunRecord) -> Picture:
 def _margins(rows: int) -> dict[str, float]:
     """Returns the places of the panels so that titles of two lines and tick labels fit, in shares of the figure."""
     width, height = COLUMNS * PANEL[0], rows * PANEL[1]
-    sides = {"left": 60 / width, "right": 1 - 12 / width, "bottom": 30 / height, "top": 1 - 46 / height}
-    return {**sides, "wspace": 72 / (PANEL[0] - 72), "hspace": 76 / (PANEL[1] - 76)}
+    sides = {"left": 84 / width, "right": 1 - 16 / width, "bottom": 62 / height, "top": 1 - 58 / height}
+    return {**sides, "wspace": 100 / (PANEL[0] - 100), "hspace": 124 / (PANEL[1] - 124)}
 
 
 def _is_dull(name: str, one: Profile) -> bool:
@@ -66,10 +66,11 @@ def _panel(axes: "Axes", name: str, one: Profile) -> None:
     for (index, shade), row in zip(shades.items(), values, strict=True):
         bad = "" if np.isfinite(row[~never]).all() else ", not finite"
         _line(axes, depth[~never], row[~never], shade, f"step {one.steps[index]}{bad}")
-    axes.set_title(_wrapped(f"{name}: {PROFILES.get(name, '')}"), fontsize=FONT - 2, loc="left")
+    axes.set_title(_wrapped(f"{name}: {PROFILES.get(name, '')}"), fontsize=FONT - 1, loc="left")
+    axes.set_xlabel("layer / L", labelpad=2)
     axes.set_xlim(-0.02, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=FONT - 4, loc="best", framealpha=0.7, edgecolor="none", borderpad=0.2, labelspacing=0.2)
+    axes.legend(fontsize=FONT - 2, loc="best", framealpha=0.7, edgecolor="none", borderpad=0.2, labelspacing=0.2)
 
 
 def _shades(whole: list[int], last: int) -> dict[int, str]:

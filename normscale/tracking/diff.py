@@ -107,11 +107,21 @@ def _table(title: str, pairs: Mapping[str, tuple[Any, ...]], look: Look) -> list
     head = f"{title:<{keys}}  {SIDES[0]:<{columns[0]}}  {SIDES[1]}"
     lines = ["", look.paint(look.fit(head), "faint")]
     for key, (ours, theirs, share) in shown.items():
+        if max(len(ours) - columns[0], len(theirs) - columns[1]) > 0:
+            ours, theirs = _from_where_they_part(ours, theirs, min(columns))
         cells = [
             f"{plain(text, width):<{width}}" for text, width in zip((key, ours, theirs), (keys, *columns), strict=True)
         ]
         lines.append(look.fit("  ".join([*cells, f"{share:>12}"]).rstrip()))
     return lines
+
+
+def _from_where_they_part(ours: str, theirs: str, width: int) -> tuple[str, str]:
+    """Returns two texts without their common beginning where they would be cut before they differ."""
+    common = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), 0)
+    if common < width - 4:
+        return ours, theirs
+    return tuple(f"...{text[common - 2 :]}" for text in (ours, theirs))  # type: ignore[return-value]
 
 
 def _training(a: RunRecord, b: RunRecord, found: Mapping[str, Any], look: Look) -> list[str]:
@@ -157,6 +167,8 @@ def _profiles(a: RunRecord, b: RunRecord, apart: Sequence[str], look: Look) -> l
 def _curves(groups: list[tuple[str, list[Any]]], look: Look) -> list[str]:
     """Returns two sparklines for each group, on one scale that is said, with where each begins and ends."""
     lines = []
+    spans = {label: "..".join(number(end, 2) for end in span_of(*pair)) for label, pair in groups}
+    labels = max(len(text) for text in (*spans, *spans.values())) + 1
     for label, pair in groups:
         low, high = span_of(*pair)
         logs = log_span(low, high)
@@ -164,11 +176,11 @@ def _curves(groups: list[tuple[str, list[Any]]], look: Look) -> list[str]:
         span = span_of(*(_scaled(values, scale) for values in pair))
         for side, values in zip(SIDES, pair, strict=True):
             ends = [number(values[0], 3), number(values[-1], 3)] if len(values) else ["-", "-"]
-            head = f"{label:<11}{side}  {ends[0]:>8} " + ("log " if logs else "")
+            head = f"{label:<{labels}}{side}  {ends[0]:>8} " + ("log " if logs else "")
             width = look.width - len(head) - 10
             line = sparkline(_scaled(resampled(values, width), scale), look, width, span)
             lines.append(look.fit(f"{head}{line} {ends[1]}"))
-            label = f"{number(low, 2)}..{number(high, 2)}"[:10]  # what the lowest and the highest bar stand for
+            label = spans.get(label, "")  # what the lowest and the highest bar stand for
     return lines
 
 

@@ -20,8 +20,8 @@ ol{margin:.2rem 0;padding-left:1.6rem} .wide{overflow-x:auto}
 
 def markdown(report: EventReport, run: str) -> str:
     """Returns the report as Markdown."""
-    lines = [f"**{cell(report.says)}**", "", f"Run `{run}`.", "", *rows_of(("what", "value"), report.facts)]
-    for table in report.tables:
+    lines = [f"**{cell(report.says)}**", "", f"Run `{run}`."]
+    for table in report.parts:
         lines += ["", f"{table.title}:", ""]
         if table.head:
             lines += rows_of(table.head, table.rows)
@@ -32,11 +32,11 @@ def markdown(report: EventReport, run: str) -> str:
 
 def html(report: EventReport, run: str, picture: bytes | None = None, says: str = "") -> str:
     """Returns the report as one HTML page without scripts; `picture` is a PNG, `says` the line below it."""
-    body = [f"<h1>{escape(report.says)}</h1>", f'<p class="quiet">run {escape(run)}</p>', _html(report.facts, ())]
+    body = [f"<h1>{escape(report.says)}</h1>", f'<p class="quiet">run {escape(run)}</p>']
     if picture is not None:
         data = base64.b64encode(picture).decode("ascii")
         body += [f"<h2>{escape(says)}</h2>", f'<img alt="{escape(says)}" src="data:image/png;base64,{data}">']
-    for table in report.tables:
+    for table in report.parts:
         body.append(f"<h2>{escape(table.title)}</h2>")
         if table.head:
             body.append(_html(table.rows, table.head))

@@ -29,6 +29,9 @@ _SHOWN = ("loss", "grad_norm", "loss_scale", "fault", "layer", "parameter", "pol
 _TOLD = frozenset(
     ("kind", "t", "attempt", "event", "step", "culprit", "run_up", "parameters", "parameters_bad", *_SHOWN)
 )
+RUN_UP = "Run-up"  # the title of the table of the steps before
+MINOR = ("class", "shown by", "kind", "order", "rank", "host", "device", "found by", "fault", "note", "micro-batch")
+"""Facts that the headline says already, or that say how it was found: they come last."""
 _OTHERS = 20  # other events that a report lists
 
 
@@ -48,6 +51,21 @@ class EventReport:
     says: str
     facts: list[tuple[str, str]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Table]:
+        """Returns everything as tables in the order in which people read it: what led there, where it was, the rest."""
+        first = [table for table in self.tables if table.title.startswith(RUN_UP)]
+        rest = [table for table in self.tables if table not in first]
+        main = [fact for fact in self.facts if fact[0] not in MINOR]
+        minor = [fact for fact in self.facts if fact[0] in MINOR]
+        head = ("what", "value")
+        return [
+            *first,
+            Table("What is known of it", main, head),
+            *rest,
+            *([Table("Where and how it was found", minor, head)] if minor else []),
+        ]
 
 
 def is_bad(event: Mapping[str, Any]) -> bool:
@@ -125,7 +143,9 @@ def report_of(record: RunRecord, event: Mapping[str, Any]) -> EventReport:
     said = sentence(event, rows)
     says = f"Step {_said(step)}: {event.get('event') if said == event_line(event) else said}"
     facts = _facts(event, rows) + [(key, _said(value)) for key, value in event.items() if key not in _TOLD]
-    report = EventReport(says, [("step", _said(step)), *((key, text) for key, text in facts if text not in ("", "-"))])
+    known = [(key, text) for key, text in facts if text not in ("", "-")]
+    known.sort(key=lambda fact: fact[0] != "place")  # where it is over depth comes first
+    report = EventReport(says, [("step", _said(step)), *known])
     culprit = _culprit(event)
     if run_up := _run_up(event):
         report.tables.append(run_up)
@@ -256,7 +276,7 @@ def _run_up(event: Mapping[str, Any]) -> Table | None:
         return None
     table = [[name, *(_said(entry.get(name)) for entry in steps)] for name in names]
     head = ("step", *(_said(entry.get("step")) for entry in steps))
-    return Table("Run-up: the last measured steps there, newest last", table, head)
+    return Table(f"{RUN_UP}: the last measured steps there, newest last", table, head)
 
 
 def _parameters(event: Mapping[str, Any]) -> Table | None:

@@ -16,6 +16,7 @@ from normscale.tracking.spool import SPOOL
 
 LATEST = "latest"
 MAX_NAMED = 10  # candidates that an error lists
+NEWEST = 3  # runs that it names where nothing is like the word
 HEAD, TAIL = 2**20, 2**16  # bytes of a spool that are looked at to say what its run is
 
 
@@ -32,7 +33,7 @@ def find_run(word: str, runs: Path) -> Path:
         if _has_spool(path):
             return path
         raise BadInput(f"{shown}: is not the folder of a run (it holds no {SPOOL}); name one of {runs}")
-    names = _names(runs)
+    names = names_in(runs)
     if not names:
         if _has_spool(path):
             return path
@@ -49,13 +50,17 @@ def find_run(word: str, runs: Path) -> Path:
     if found:
         raise BadInput(_ambiguous(shown, newest_first(found, runs), runs))
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.4)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
-    raise BadInput(f"{shown}: no run in {runs} is called so{hint} ({len(names)} runs; `{LATEST}` is the newest)")
+    hint = f"; nearest: {', '.join(near)}"
+    if not near:
+        some = newest_first(names, runs)[:NEWEST]
+        hint = f"; the newest {'is' if len(some) == 1 else 'are'} {', '.join(some)}"
+    count = f"{len(names)} run{'' if len(names) == 1 else 's'}; normscale show lists the newest"
+    raise BadInput(f"{shown}: no run in {runs} is called so{hint} ({count})")
 
 
 def newest_first(names: list[str], runs: Path) -> list[str]:
     """Returns names of runs by when their records were last written, the newest first."""
-    return sorted(names, key=lambda name: (-_written(runs / name), name))
+    return sorted(names, key=lambda name: (-written(runs / name), name))
 
 
 def _ambiguous(shown: str, names: list[str], runs: Path) -> str:
@@ -83,7 +88,7 @@ def _about(folder: Path, now: float) -> str:
         f"seed {config['seed']}" if "seed" in config else "",
         f"lr {rate:g}" if isinstance(rate, int | float) else "",
         f"step {step}" if step is not None else "",
-        f"written {duration(now - _written(folder))} ago",
+        f"written {duration(now - written(folder))} ago",
     ]
     return plain(", ".join(part for part in said if part), 120)
 
@@ -101,7 +106,8 @@ def _glance(folder: Path) -> tuple[dict[str, Any], int | None]:
     return start, max(map(int, steps), default=None)
 
 
-def _names(runs: Path) -> list[str]:
+def names_in(runs: Path) -> list[str]:
+    """Returns the names of the runs in a folder."""
     try:
         return sorted(entry.name for entry in os.scandir(runs) if _has_spool(Path(entry.path)))
     except OSError:
@@ -115,7 +121,8 @@ def _has_spool(folder: Path) -> bool:
         return False
 
 
-def _written(folder: Path) -> float:
+def written(folder: Path) -> float:
+    """Returns when a run was last written to, in seconds since 1970; 0 where that is not known."""
     try:
         return (folder / SPOOL).stat().st_mtime
     except OSError:

@@ -267,8 +267,10 @@ def _profile(record: RunRecord, name: str, index: int, ranges: Spans) -> picture
     return pictures.profile(one.data[index], LABELS[name], ranges[name], one.steps[index])
 
 
-def event_picture(record: RunRecord, event: Mapping[str, Any], ranges: Spans | None = None) -> pictures.Picture | None:
+def event_picture(record: RunRecord, event: Mapping[str, Any], _: Spans | None = None) -> pictures.Picture | None:
     """Returns a profile over depth at an event, or at the newest step before it, with the bad layer marked.
+
+    Its range is its own: it is compared with nothing.
 
     It is the stream's where the value went bad on the way forward, else the gradient's.
     """
@@ -277,28 +279,39 @@ def event_picture(record: RunRecord, event: Mapping[str, Any], ranges: Spans | N
     one = record.profiles[name]
     index = _index_of(one, event)
     rows = row_names(record, name)
-    row = row_of(event, rows)
-    if row is None and "layer" not in event and "culprit" not in event:
-        row = row_of({"layer": record.summary.get("bad_layer")}, rows)
+    row = _bad_row(record, event, rows)
     earlier = [at for at in range(index) if np.isfinite(one.data[at]).all()]
     before = (one.steps[earlier[-1]], one.data[earlier[-1]]) if earlier else None
     before = None if np.isfinite(one.data[index]).all() else before
-    span = (ranges or spans([record]))[name]
-    return pictures.profile(one.data[index], LABELS[name], span, one.steps[index], row, before)
+    bad = rows[row] if row is not None and row < len(rows) else ""
+    return pictures.profile(one.data[index], LABELS[name], None, one.steps[index], row, before, bad)
 
 
 def event_picture_says(record: RunRecord, event: Mapping[str, Any]) -> str:
-    """Returns the line below the picture of an event."""
+    """Returns the line below the picture of an event, which names only what is in it."""
     name = _profile_of(record, event)
     if name is None:
         return ""
     one = record.profiles[name]
-    step = one.steps[_index_of(one, event)]
+    index = _index_of(one, event)
+    step, rows = one.steps[index], row_names(record, name)
     when = "of this step" if step == event.get("step") else f"of step {step}, the last that was measured before"
-    return (
-        f"{LABELS[name]} over depth {when}; the line marks the bad layer, triangles what is not finite, "
-        "grey the newest finite step"
-    )
+    said = [f"{LABELS[name]} over depth {when}"]
+    if _bad_row(record, event, rows) is not None:
+        said.append("the line marks where the value went bad")
+    if not np.isfinite(one.data[index]).all():
+        said.append("triangles are not finite")
+        if any(np.isfinite(one.data[at]).all() for at in range(index)):
+            said.append("grey is the newest finite step")
+    return "; ".join(said)
+
+
+def _bad_row(record: RunRecord, event: Mapping[str, Any], rows: Sequence[str]) -> int | None:
+    """Returns the row of a profile that an event is about, or that the run ended on where the event does not say."""
+    row = row_of(event, rows)
+    if row is None and "layer" not in event and "culprit" not in event:
+        return row_of({"layer": record.summary.get("bad_layer")}, rows)
+    return row
 
 
 def _profile_of(record: RunRecord, event: Mapping[str, Any]) -> str | None:

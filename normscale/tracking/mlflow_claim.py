@@ -159,6 +159,7 @@ class _Claim:
             if run in self.children and record.end is not None and (bad := artifacts.bad_events(record))
         ]
         place = {"id": manifest.id, "profile": manifest.profile, "experiment": self.experiment, "run": self.id}
+        place |= {"verdict": pages.verdict_of(manifest)}
         remembered[manifest.key] = place | {"events": events, "mark": mark}
         sink_state.save(path, store.uri, remembered)
 

@@ -12,6 +12,9 @@ from normscale.tracking.reader import RunRecord, Series, at
 from normscale.tracking.record import MAX_KEYS, QUANTITIES, TRAINED_NATS, USER, has_trained
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
+SCALED = {"peak_memory_bytes": 1e-6}
+"""Numbers of the end that are shown in a larger unit, which their key names (MB)."""
+NONE_AT = ("bad_step", "bad_layer")  # numbers of the end that are below 0 where there is no such place: not shown then
 NON_FINITE = QUANTITIES["nonfinite"].mlflow or "2-health/nonfinite"
 NOT_TRAINED = ("plateau", "stuck", "diverged", "nan")  # the outcomes that tables show in bold
 UNJUDGED = ("undecided", "measured")  # and those that say nothing for or against training: named beside the number
@@ -221,7 +224,8 @@ def points(record: RunRecord, chars: int = KEY_CHARS) -> list[Point]:
         if key is None or key == NON_FINITE:
             continue
         if key.startswith(AT_END):
-            if record.finished and (point := at_end(key.removeprefix(AT_END), summary.get(name), ended)):
+            shown = _shown_at_end(name, summary.get(name))
+            if record.finished and (point := at_end(key.removeprefix(AT_END), shown, ended)):
                 found.append(point)
         elif name in record.series:
             found += _finite(key, record.series[name])
@@ -234,6 +238,12 @@ def update_at_end(record: RunRecord) -> float | None:
     """Returns log10 of the last model update over the learning rate: arms with other rates can stand side by side."""
     update, rate = record.last_finite("update"), at(record, "config", "train", "optim", "lr")
     return math.log10(update / rate) if update and isinstance(rate, int | float) and rate > 0 else None
+
+
+def _shown_at_end(name: str, value: Any) -> Any:
+    if not isinstance(value, int | float) or (name in NONE_AT and value < 0):
+        return None
+    return value * SCALED.get(name, 1)
 
 
 def at_end(name: str, value: Any, t: int) -> Point | None:

@@ -17,6 +17,7 @@ from normscale.tracking.reader import RunRecord, at
 from normscale.tracking.record import USER
 from normscale.tracking.text import nonfinite_points, number
 
+PENDING = "pending"  # the word for a verdict that is not there yet
 ML = "workflowType=machine_learning"  # without it a first visit lands in the mode for language-model applications
 _MAX_EVENTS = 12  # that a run's page lists
 
@@ -36,7 +37,7 @@ def verdict_of(manifest: Manifest) -> str:
     """Returns the verdict's word, "smoke" where the runs are too short for one, "pending" until there is one."""
     if manifest.verdict and manifest.profile == "smoke":
         return "smoke"
-    return str((manifest.verdict or {}).get("verdict") or "pending")
+    return str((manifest.verdict or {}).get("verdict") or PENDING)
 
 
 def claim_page(
@@ -115,9 +116,6 @@ def run_page(
         view: The prepared view that shows the run among others.
     """
     lines = [_first_line(record, word), _second_line(record, experiment, run, events, view), ""]
-    bad = _first_bad(record)
-    if bad in events:
-        lines += [f"![](get-artifact?path={quote(events[bad])}/profile.png&run_uuid={run})", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {key} | {_c(value)} |" for key, value in _run_facts(record).items() if value not in ("", "-", None)]
     if record.events:
@@ -130,6 +128,9 @@ def run_page(
         lines.append(f"| {line.step} | {_c(line.says)} | {link} |")
     if len(told) > len(shown):
         lines += ["", f"and {len(told) - len(shown)} more events"]
+    bad = _first_bad(record)
+    if bad in events:  # last: the fold above would cut it to a sliver
+        lines += ["", f"![](get-artifact?path={quote(events[bad])}/profile.png&run_uuid={run})"]
     return "\n".join(lines)
 
 
@@ -235,8 +236,9 @@ def _table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mappi
     depths = sorted({cell.depth for cell in cells})
     if not cells:
         return []
+    heads = [_what(signals, records, outcomes), *(f"L{depth:04d}" for depth in depths)]
     lines = [
-        f"| {_what(signals, records, outcomes)} | " + " | ".join(f"L{depth:04d}" for depth in depths) + " |",
+        "| " + " | ".join(f"{head}&emsp;" for head in heads) + " |",  # MLflow's tables have no space between columns
         "|---" * (len(depths) + 1) + "|",
     ]
     for arm in arms:

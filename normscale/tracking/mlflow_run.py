@@ -10,6 +10,7 @@ from normscale.tracking import mlflow_artifacts as artifacts
 from normscale.tracking import mlflow_layout as layout
 from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import sink_state
+from normscale.tracking.event_report import is_bad
 from normscale.tracking.manifest import Manifest
 from normscale.tracking.mlflow_requests import Store
 from normscale.tracking.mlflow_view import ALONE
@@ -19,7 +20,7 @@ from normscale.tracking.spool import SPOOL
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-LAYOUT = 2  # raise when the layout changes: every run is then looked at again
+LAYOUT = 3  # raise when the layout changes: every run is then looked at again
 
 
 def replay_run(
@@ -62,6 +63,8 @@ def replay_run(
     well &= store.set_status(f"{what}, status", run, layout.status(record, alive), last_time(record))
     if well:
         remembered[claim] = known | {"run": run_id, "mark": mark, "last": last, "files": files}
+        bad = next((folder for place, folder in folders.items() if place < 0 or is_bad(record.events[place])), None)
+        remembered[claim] |= {"experiment": experiment, "event": f"{bad}/report.html" if bad else None}
     else:
         remembered.pop(claim, None)
     sink_state.save(record.run_dir / sink_state.RUN_FILE, store.uri, remembered)

@@ -26,7 +26,9 @@ def view(manifest: Manifest | None, *, by_cell: bool = False) -> dict[str, Any]:
     # A claim about signals takes steps too few and too small to learn by: its chart is what it measures, not the loss.
     signals = manifest is not None and manifest.family == "signals"
     verdict = ["0-end/update", "3-grad/lastout"] if signals else ["0-end/gap", "0-end/gslope"]
-    groups = {"Verdict": [_scatter("layers", metric) for metric in verdict]} if manifest else {}
+    groups = {"End": [_bar(f"0-end/{name}") for name in ("gap", "update", "gslope", "badstep")]}
+    if manifest is not None:
+        groups = {"Verdict": [_scatter("layers", metric) for metric in verdict]}
     charted = groups | _sections()
     names: list[str] = []
     charts: list[dict[str, Any]] = []
@@ -125,6 +127,10 @@ def _scatter(param: str, metric: str) -> dict[str, Any]:
         "yaxis": {"key": metric, "type": "METRIC", "index": 0},
     }
     return {"type": "SCATTER", "runsCountToCompare": 100, **axes}
+
+
+def _bar(metric: str) -> dict[str, Any]:
+    return {"type": "BAR", "metricKey": metric, "runsCountToCompare": 20}
 
 
 def _images(key: str) -> dict[str, Any]:

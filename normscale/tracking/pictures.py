@@ -86,20 +86,23 @@ def heat(
 def profile(
     data: NDArray[np.float32],
     label: str,
-    span: Limits,
+    span: Limits | None,
     step: int,
     bad_row: int | None = None,
     before: tuple[int, NDArray[np.float32]] | None = None,
+    bad_name: str = "",
 ) -> Picture:
     """Returns a picture of one array over depth, on a logarithmic axis of fixed range.
 
-    Values that are not finite stand as magenta marks on the upper edge; `bad_row` is marked by a line, and `before`, an
+    With `span` None the range is that of the data, from 0 where they span less than a decade. Values that are not
+    finite stand as magenta marks on the upper edge; `bad_row` is marked by a line with `bad_name`, and `before`, an
     earlier step and its array, is drawn in grey.
     Shape: data [rows]; picture [HEIGHT, WIDTH, 3].
     """
     values = np.asarray(data, dtype=np.float64)
     depth = np.linspace(0.0, 1.0, values.size) if values.size > 1 else np.array([0.5] * values.size)
     good = np.isfinite(values)
+    span, logs = _own_span([values, *([before[1]] if before is not None else [])]) if span is None else (span, True)
     with _drawing() as (figure, axes):
         marker = "o" if values.size <= 60 else ""
         if before is not None:
@@ -109,15 +112,34 @@ def profile(
         axes.plot(depth[~good], np.full((~good).sum(), span[1]), "v", color=NON_FINITE, markersize=16, clip_on=False)
         if bad_row is not None and 0 <= bad_row < values.size:
             axes.axvline(depth[bad_row], color=NON_FINITE, linewidth=4, alpha=0.6)
-        axes.set_yscale("log")
+            side, gap = ("left", 0.015) if depth[bad_row] < 0.5 else ("right", -0.015)
+            axes.text(
+                depth[bad_row] + gap, 0.04, bad_name, ha=side, color="#b000b0", transform=axes.get_xaxis_transform()
+            )
+        if logs:
+            axes.set_yscale("log")
         axes.set_ylim(*span)
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("layer / L")
         axes.set_ylabel(label)
-        _decades(axes.yaxis, span)
+        if logs:
+            _decades(axes.yaxis, span)
         axes.grid(alpha=0.3)
         axes.text(0.97, 0.94, f"step {step}", ha="right", va="top", transform=axes.transAxes)
         return pixels(figure)
+
+
+def _own_span(arrays: Sequence[NDArray[Any]]) -> tuple[Limits, bool]:
+    """Returns the range of some arrays, and whether it is logarithmic, to whole decades; else it begins at 0."""
+    joined = np.concatenate([np.asarray(array, dtype=np.float64) for array in arrays])
+    positive = joined[np.isfinite(joined) & (joined > 0)]
+    if positive.size == 0:
+        return (0.0, 1.0), False
+    low, high = float(positive.min()), float(positive.max())
+    if high < 10 * low:
+        return (0.0, 1.25 * high), False
+    bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    return (10.0**bottom, 10.0 ** (top + (top == bottom))), True
 
 
 def _inside(data: NDArray[Any], span: Limits) -> NDArray[np.float64]:

@@ -56,7 +56,7 @@ quantity("bad_layer", "sublayers", "first", "0-end/badlayer", "sublayer of the f
 
 quantity("update_end", "log10", "first", "0-end/update", "log10 of model update over learning rate, last measured step")
 quantity("mfu", "1", "first", "0-end/mfu", "share of the device's peak that the model's FLOPs take in training steps")
-quantity("peak_memory_bytes", "bytes", "max", "0-end/mem", "peak memory: allocated on a GPU, else resident on the host")
+quantity("peak_memory_bytes", "bytes", "max", "0-end/mem_MB", "peak memory, in MB there: of a GPU, else resident")
 
 quantity("loss_train", "nats", "sum", "1-loss/train", "cross-entropy of the step's batch, per target")
 quantity("loss_val", "nats", "sum", "1-loss/val", "cross-entropy on the held-out split, per target")

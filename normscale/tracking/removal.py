@@ -22,8 +22,10 @@ def table(found: Mapping[str, Any], look: Look) -> list[str]:
     longest = max((rise for rise in rises if math.isfinite(rise)), default=0.0)
     room = look.width - width - 24
     head = f"{found['run']}, step {found['step']}: held-out loss {number(restored(found['loss']))} nats"
+    own = found["run_sequences"]
+    other = f" (the run's own is of {own}: --batches)" if own != found["sequences"] else ""
     lines = [
-        look.fit(f"{head} on {found['sequences']} sequences"),
+        look.fit(f"{head} on {found['sequences']} sequences{other}"),
         look.paint(look.fit(f"{'without':<{width}}  {'loss rises by':>13}  angle"), "faint"),
     ]
     for block, rise in zip(tried, rises, strict=True):

@@ -19,7 +19,8 @@ from typing import IO
 from normscale.arguments import typed
 from normscale.errors import StoreError
 from normscale.tracking import sink_state
-from normscale.tracking.mlflow_pages import charts_path, run_path
+from normscale.tracking.find import names_in, newest_first
+from normscale.tracking.mlflow_pages import PENDING, charts_path, run_path
 from normscale.tracking.mlflow_store import QUIET, SQLITE, resolve
 from normscale.tracking.spool import SPOOL
 
@@ -28,6 +29,7 @@ STOPPED_S = 10.0  # what the last sync may take after a stop: whoever asked for 
 _SECONDS = 10.0
 _NICE = 10
 _MAX_EVENT_LINKS = 3
+_NEWEST_RUNS = 5  # of no claim, that `ui` links to
 _UI_START_S = 120.0
 _UI_LINES = 15  # of what a server said that failed
 
@@ -170,6 +172,20 @@ def links(runs: Path, uri: str, claim_id: str, profile: str | None = None, host:
     return lines
 
 
+def run_links(run_dir: Path, uri: str, host: str = "127.0.0.1:5000") -> list[str]:
+    """Returns the lines that a terminal prints for a run of no claim: its page, the report of its first bad event.
+
+    Empty when the run is not in the store yet.
+    """
+    entry = sink_state.load(run_dir / sink_state.RUN_FILE, resolve(uri)).get("", {})
+    if not {"experiment", "run"} <= entry.keys():
+        return []
+    base = uri.rstrip("/") if uri.startswith(("http://", "https://")) else f"http://{host}"
+    experiment, run = str(entry["experiment"]), str(entry["run"])
+    lines = [f"run      {base}/{run_path(experiment, run)}"]
+    return lines + ([f"event    {base}/{run_path(experiment, run, entry['event'])}"] if entry.get("event") else [])
+
+
 def ui_command(uri: str, artifacts: Path | None, port: int) -> tuple[list[str], dict[str, str]]:
     """Returns the command that serves the UI of an SQLite store on loopback, and the environment it needs.
 
@@ -232,14 +248,38 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
 
 
 def _greeting(uri: str, port: int, runs: Path | None) -> list[str]:
-    """Returns what is said once the server answers: links to the claims, its address, and how to stop it."""
-    claims = sink_state.load(runs / sink_state.CLAIMS_FILE, resolve(uri)).values() if runs else ()
-    found = [links(runs or Path(), uri, entry["id"], entry["profile"], f"127.0.0.1:{port}") for entry in claims]
+    """Returns what is said once the server answers: links to claims and the newest runs, its address, how to stop it.
+
+    Claims that have no verdict yet come after the others, each on one line.
+    """
+    host = f"127.0.0.1:{port}"
+    lines: list[str] = []
+    if runs is not None:
+        begun = []
+        for entry in sink_state.load(runs / sink_state.CLAIMS_FILE, resolve(uri)).values():
+            if entry.get("verdict") == PENDING:
+                page = run_path(str(entry["experiment"]), str(entry["run"]))
+                begun.append(f"not finished: {entry['id']}, profile {entry['profile']}  http://{host}/{page}")
+            else:
+                lines += links(runs, uri, entry["id"], entry["profile"], host)
+        lines += [*begun, *_newest_runs(uri, runs, host)]
     return [
-        *(line for lines in found for line in lines),
-        f"MLflow UI: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning",
+        *lines,
+        f"MLflow UI: http://{host}/#/experiments?workflowType=machine_learning",
         "Open this address in a browser on this machine. Ctrl-C here stops the server.",
     ]
+
+
+def _newest_runs(uri: str, runs: Path, host: str) -> list[str]:
+    """Returns the links to the newest runs of no claim."""
+    lines, count = [], 0
+    for name in newest_first(names_in(runs), runs):
+        if found := run_links(runs / name, uri, host):
+            lines += [name, *found]
+            count += 1
+        if count == _NEWEST_RUNS:
+            break
+    return lines
 
 
 def _serve(

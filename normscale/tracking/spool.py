@@ -211,12 +211,10 @@ def strict(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return strict(value.tolist())
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
         return [strict(item) for item in value]
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        return strict(value.item())
+    if hasattr(value, "tolist") and not isinstance(value, type):  # of numpy or torch
+        return strict(value.tolist())
     return str(value)
 
 

@@ -46,11 +46,13 @@ class Removal:
     loss: float
     sequences: int
     blocks: list[Block]
+    run_sequences: int  # that the run's own held-out loss is of
 
     def as_json(self) -> dict[str, Any]:
         """Returns it as strict JSON can hold it."""
         blocks = [{"block": block.name, "angle": block.angle, "removal": block.removal} for block in self.blocks]
-        said = {"run": self.run, "step": self.step, "loss": self.loss, "sequences": self.sequences, "blocks": blocks}
+        said = {"run": self.run, "step": self.step, "loss": self.loss, "sequences": self.sequences}
+        said |= {"run_sequences": self.run_sequences, "blocks": blocks}
         found: dict[str, Any] = strict(said)
         return found
 
@@ -86,7 +88,9 @@ def removal(run_dir: Path, blocks: int, batches: int, step: int | None = None) -
         Block(name, angle, rise if i in tried else None)
         for i, (name, angle, rise) in enumerate(zip(names, angles, rises, strict=True))
     ]
-    measured = Removal(record.run_id, at, float(probe.whole), config.train.batch * len(held_out), found)
+    sequences = config.train.batch * len(held_out)
+    own = config.train.batch * config.train.eval_batches
+    measured = Removal(record.run_id, at, float(probe.whole), sequences, found, own)
     path = run_dir / f"removal-{at:08d}.json"
     try:
         write_whole(path, json.dumps(measured.as_json(), allow_nan=False, indent=1) + "\n")

@@ -3,7 +3,18 @@ from typing import Any
 
 import pytest
 
-from normscale.claims.cost import BUILD_S, SLOWER, START_S, Cost, fitted, from_finished, hours, steps_of, work_of
+from normscale.claims.cost import (
+    BUILD_S,
+    SLOWER,
+    START_S,
+    Cost,
+    fitted,
+    from_finished,
+    hours,
+    memory_of_nearest,
+    steps_of,
+    work_of,
+)
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.tracking.spool import SPOOL
@@ -116,6 +127,25 @@ def test_finished_runs_of_this_machine_and_device_are_the_estimate(
     monkeypatch.setattr("platform.node", lambda: "another machine")
     assert from_finished(tmp_path) is None
     assert from_finished(tmp_path / "nowhere") is None
+
+
+def test_memory_is_that_of_the_nearest_finished_run_of_this_machine_and_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.node", lambda: "host")
+    for layers, device in ((8, "cpu"), (12, "cpu"), (10, "cuda")):
+        made = record()
+        assert made.end is not None
+        made.end["summary"] |= {"seconds": 1.0, "peak_memory_bytes": layers * 1e6}
+        made.start["identity"] = {"device": device}
+        write(tmp_path, f"run-{layers}", made, config(layers).model_dump(mode="json"))
+    found = memory_of_nearest(tmp_path, config(11), "cpu")
+    assert found is not None
+    assert found[1] == 12e6
+    assert memory_of_nearest(tmp_path, config(100), "cpu") is None, "of other work it says too little"
+    assert memory_of_nearest(tmp_path, config(10), "cuda") is not None
+    monkeypatch.setattr("platform.node", lambda: "another machine")
+    assert memory_of_nearest(tmp_path, config(11), "cpu") is None
 
 
 def test_hours_are_those_of_a_core_or_of_a_gpu() -> None:

@@ -1,4 +1,5 @@
 import io
+from itertools import pairwise
 
 import pytest
 
@@ -25,13 +26,27 @@ def test_the_time_left_is_that_of_the_work_or_of_the_longest_run() -> None:
     assert time_left([], 2) == 0
 
 
-def test_the_speed_seen_replaces_the_estimate() -> None:
+def test_the_speed_seen_replaces_the_estimate_step_by_step() -> None:
     clock, own = Clock(), jobs(10, 10, 10, 10)
     progress = RunsProgress(own, 2, io.StringIO(), clock)
     assert "0/4 runs   0%  0:00 gone  0:20 left" in progress.line([])
     clock.now = 20  # twice as slow as estimated: 20 of 40 seconds of work in 20 seconds on two workers
     own[0].outcome, own[0].share, own[1].outcome, own[1].share = "done", 1.0, "lost", 1.0
-    assert progress.line([own[2]]) == "2/4 runs  50%  0:20 gone  0:20 left  run 2 0%"
+    assert progress.line([own[2]]) == "2/4 runs  50%  0:20 gone  0:19 left  run 2 0%"
+
+
+def test_the_time_left_does_not_jump() -> None:
+    clock, own = Clock(), jobs(*[10] * 40)
+    progress = RunsProgress(own, 2, io.StringIO(), clock)
+    left = []
+    for second in range(1, 300):  # half as quick as estimated
+        clock.now = second
+        for number, job in enumerate(own):
+            job.share = min(1.0, max(0.0, second / 10 - number))
+        minutes, seconds = progress.line([]).split("gone")[1].split()[0].split(":")
+        left.append(60 * int(minutes) + int(seconds))
+    assert max(abs(after - before) for before, after in pairwise(left)) < 15
+    assert left[-1] == pytest.approx(101, abs=5)
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_a_lost_run_at_once() -> None:

@@ -10,6 +10,8 @@ import pytest
 from normscale.claims import runner
 from normscale.claims.manifest import manifest_path
 from normscale.claims.runner import run_claims
+from normscale.claims.workers import Job
+from normscale.config.schema import RunConfig
 from normscale.errors import BadInput
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.reader import read_run
@@ -80,6 +82,17 @@ def test_claims_are_run_judged_and_reported_and_a_second_start_does_nothing(
     assert "all 3 runs are done already" in capsys.readouterr().out
 
 
+def test_an_interrupt_says_what_is_kept_and_what_begins_again() -> None:
+    jobs = [Job(str(number), "", RunConfig()) for number in range(4)]
+    jobs[0].outcome = "done"
+    assert runner._kept(jobs, 3, jobs[1:2]) == (
+        "4 of 7 runs are finished and kept; the same command goes on with the others;"
+        " the 1 that was running begins again"
+    )
+    assert runner._kept(jobs, 0, jobs[1:3]).endswith("; the 2 that were running begin again")
+    assert "running" not in runner._kept(jobs, 0, [Job("", "trial 2", RunConfig())])
+
+
 def test_an_interrupt_keeps_what_is_done_and_ends_the_workers(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int | None] = []
 
@@ -88,7 +101,9 @@ def test_an_interrupt_keeps_what_is_done_and_ends_the_workers(checkout: Path, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner.Pool, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"^0 of 2 runs are finished and kept; the same command goes on with the"
+    ):
         run("two")
     assert pids
     for pid in pids:

@@ -329,7 +329,7 @@ def test_the_configurations_say_what_their_names_say() -> None:
             others = {"encdec": "deepnorm", "encoder": "deepnorm", "deepnet": "deepnorm"}
             assert model.scheme.removesuffix("norm") == others.get(name, name).removesuffix("norm")
     quick = load(ROOT / "configs/train/quick.yaml")
-    assert (quick.model.M, quick.model.d, quick.train.steps) == (2, 32, 30)
+    assert (quick.model.M, quick.model.d, quick.train.steps) == (2, 32, 100)
 
 
 TEXT = st.text(max_size=12) | st.sampled_from(

@@ -203,7 +203,15 @@ def test_each_block_is_checkpointed_where_asked_and_gradients_are_wanted(
 
 
 def test_a_thousand_blocks_need_no_deeper_recursion() -> None:
-    assert sys.getrecursionlimit() <= 1000 or "pydevd" in sys.modules
+    raised = sys.getrecursionlimit()  # by a compiler that an earlier test has loaded, perhaps
+    sys.setrecursionlimit(1000)
+    try:
+        _a_thousand_blocks()
+    finally:
+        sys.setrecursionlimit(raised)
+
+
+def _a_thousand_blocks() -> None:
     model = build(ModelConfig(M=1000, d=8, heads=1, context=4), 16, 0)
     loss = model(torch.randint(0, 16, (1, 4))).square().mean()
     loss.backward()

@@ -48,7 +48,7 @@ def run(model: nn.Module, inner: Net, data: list[Tensor], monitor: "normscale.Mo
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_hooks_work_or_the_monitor_refuses(form: str, late: bool, tmp_path: Path) -> None:
-    """PR-011: hooks that are added to a model that was compiled and run never run, without a word."""
+    """pytorch#117758: hooks that are added to a model that was compiled and run never run, without a word."""
     inner = net(12)
     for block in inner.blocks:
         block.drop.p = 0.0

@@ -184,7 +184,7 @@ class Fake:
 def test_what_an_engine_does_not_show_is_missing_and_not_zero(
     norm: Any, applied: bool, recorded: list[float] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PR-012, and the sentinels of norms."""
+    """composer#1501, and the sentinels of norms."""
     model = net(2)
     engine = Fake(model, norm)
     engine.applied = applied
@@ -339,7 +339,7 @@ def test_normscale_itself_imports_no_torch() -> None:
 
 
 def test_accelerates_way_to_accumulate(tmp_path: Path) -> None:
-    """PR-016 and PR-017: norms and the schedule follow windows, and windows that were applied."""
+    """accelerate#641 and #963: norms and the schedule follow windows, and windows that were applied."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

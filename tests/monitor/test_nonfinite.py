@@ -187,7 +187,7 @@ def test_a_norm_of_finite_gradients_that_overflows_is_told_from_a_bad_gradient(t
 
 
 def test_the_log_has_the_bad_step_and_what_became_of_the_parameters(tmp_path: Path) -> None:
-    """PR-013: NaN at step 3 of 6."""
+    """transformers#13619: NaN at step 3 of 6."""
     model = net(2)
     Poison(model, "head")
     monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=1)
@@ -206,7 +206,7 @@ def test_the_log_has_the_bad_step_and_what_became_of_the_parameters(tmp_path: Pa
 
 
 def test_a_gradient_of_inf_is_recorded_before_clipping_and_leaves_the_optimizer_alone(tmp_path: Path) -> None:
-    """PR-014: gradients [1, 2, 3] and [1, inf, 3], clipped at 1."""
+    """pytorch#46849: gradients [1, 2, 3] and [1, inf, 3], clipped at 1."""
 
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from normscale.tracking.reader import RunRecord, read_run
 from tests.integration.ranks import run_two
-from tests.monitor.made import events
+from tests.monitor.made import batches, events, net
+from tests.monitor.test_rows import twin
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder: Path = tmp_path_factory.mktemp(kind)
         run_two("ranks_worker", kind, str(folder), package="tests.monitor")
         one, two = (torch.load(folder / f"rank{rank}.pt") for rank in range(2))
-        (run,) = (folder / "runs").iterdir()  # PR-026: one run for all ranks
+        (run,) = (folder / "runs").iterdir()  # mlflow#11782: one run for all ranks
         return one, two, read_run(run)
 
     return train
@@ -57,7 +58,7 @@ def test_a_fault_on_the_second_rank_stops_both_alike(kind: str, trained: Any) ->
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "accelerate"])
 def test_all_ranks_write_one_run(kind: str, trained: Any) -> None:
-    """PR-026."""
+    """mlflow#11782: not one run a rank."""
     one, two, found = trained(kind)
     assert found.run_dir.name == one["run_id"] == two["run_id"]
     assert found.start["identity"]["world"] == 2
@@ -71,6 +72,20 @@ def test_all_ranks_write_one_run(kind: str, trained: Any) -> None:
     for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel"):
         assert (found.profiles[name].data[0] > 0).all(), name
     assert found.series["grad_norm"].values[0] == pytest.approx(one["reports"][0][3], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_gradients_of_blocks_are_those_of_the_mean_over_ranks(kind: str, trained: Any) -> None:
+    """Plain autograd of what each rank does alone: its loss counts for a half of the whole."""
+    own = []
+    for rank in range(2):
+        model = net(3)  # which seeds dropout as the worker does
+        own.append(twin(model, batches(20, seed=10 + rank)[:2]))
+    profiles = trained(kind)[2].profiles
+    norms = np.hypot(own[0]["stream_grad_norm"], own[1]["stream_grad_norm"]) / 2
+    np.testing.assert_allclose(profiles["stream_grad_norm"].data[0], norms, rtol=1e-5)
+    largest = np.maximum(own[0]["stream_grad_absmax"], own[1]["stream_grad_absmax"]) / 2
+    np.testing.assert_allclose(profiles["stream_grad_absmax"].data[0], largest, rtol=1e-5)
 
 
 def test_ddp_and_fsdp2_give_the_same_numbers(trained: Any) -> None:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import normscale
 from normscale.errors import BadInput
-from normscale.monitor.rows import block_statistics, main_tensor
+from normscale.monitor.blocks import Places, stack_starts
+from normscale.monitor.outputs import block_statistics, main_tensor
 from tests.monitor.made import Net, adamw, batches, events, hooks, loss_fn, net, record, train
 
 
@@ -76,7 +78,7 @@ def test_rows_are_written_on_measured_steps_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["dict", "tuple", "nested"])
 def test_what_blocks_return_makes_no_difference(shape: str, tmp_path: Path) -> None:
-    """PR-010: full backward hooks never fire where a module returns a mapping."""
+    """pytorch#87540: full backward hooks never fire where a module returns a mapping."""
     profiles = []
     for kind in ("tensor", shape):
         model = net(3, shape=kind)
@@ -90,7 +92,7 @@ def test_what_blocks_return_makes_no_difference(shape: str, tmp_path: Path) -> N
 
 
 def test_a_change_in_place_after_a_block_neither_raises_nor_is_measured(tmp_path: Path) -> None:
-    """PR-010: a full backward hook makes the next operation in place an error."""
+    """pytorch#61519: a full backward hook makes the next operation in place an error."""
     model = net(3, inplace=True)
     torch.manual_seed(5)
     first = []
@@ -333,3 +335,104 @@ def test_a_batch_for_the_model_update_that_cannot_be_run_is_refused(tmp_path: Pa
     with pytest.raises(BadInput, match="takes loss_fn"):
         normscale.Monitor(net(1), runs=tmp_path / "runs", update_batch=torch.ones(2, 4))
     assert not (tmp_path / "runs").exists()
+
+
+def test_headroom_is_that_of_the_format_a_block_puts_out(tmp_path: Path) -> None:
+    """An fp32 stream beside fp16 products does not overflow with them."""
+    model = net(2)
+    with torch.no_grad():
+        model.embed.weight.mul_(1e5)
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    with monitor.micro_batch():
+        with torch.autocast("cpu", torch.bfloat16):
+            x = model.embed(batches(1)[0]).float()
+        with torch.autocast("cpu", torch.float16):
+            for block in model.blocks:
+                x = block(x)
+        loss = model.head(x).square().mean()
+        loss.backward()
+    assert x.dtype is torch.float32
+    assert monitor.step(adamw(model), loss).applied
+    found = record(monitor).profiles
+    wanted = np.log2(torch.finfo(torch.float32).max) - np.log2(found["stream_absmax"].data[0])
+    np.testing.assert_allclose(found["headroom_bits"].data[0], wanted, rtol=1e-4)
+    assert found["stream_absmax"].data.max() > torch.finfo(torch.float16).max
+
+
+def test_slopes_over_depth_are_those_of_the_last_stack(tmp_path: Path) -> None:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__(3)
+            self.encoder = Net(2).blocks
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            y = 100 * x
+            for block in self.encoder:
+                y = block(y)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x + y)
+
+    torch.manual_seed(0)
+    model = Two()
+    monitor = normscale.Monitor(
+        model, runs=tmp_path, blocks=["encoder.0", "encoder.1", "blocks.0", "blocks.1", "blocks.2"]
+    )
+    train(model, monitor, batches(1))
+    found = record(monitor)
+    assert found.start["stacks"] == [0, 2]
+    for series, profile in (("stream_growth", "stream_rms"), ("grad_slope_now", "grad_norm")):
+        rows = found.profiles[profile].data[0, 2:]
+        slope = np.polyfit(np.log([1, 2, 3]), np.log(rows), 1)[0]
+        assert found.series[series].values[0] == pytest.approx(slope, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "starts"),
+    [
+        (["h.0", "h.1"], [0]),
+        (["h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp"], [0]),
+        (["encoder.block.0", "encoder.block.1", "decoder.block.0"], [0, 2]),
+        (["embed", "body", "head"], [0]),
+        (["0", "1"], [0]),
+        (["conv1d.0", "conv2d.0"], [0, 1]),
+        ([""], [0]),
+    ],
+)
+def test_stacks_are_told_by_what_stands_before_the_number(names: list[str], starts: list[int]) -> None:
+    assert stack_starts(names) == starts
+
+
+def test_a_replaced_block_has_no_update(tmp_path: Path) -> None:
+    model = net(3)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1)
+    train(model, monitor, batches(1))
+    model.blocks[1] = net(1).blocks[0]
+    train(model, monitor, batches(1), optimizer=adamw(model))
+    profile = record(monitor).profiles
+    for name in ("update_rel", "grad_norm"):
+        assert np.isnan(profile[name].data[1]).tolist() == [False, True, False], name
+
+
+def test_a_block_that_is_wrapped_later_still_stands_in_the_model() -> None:
+    model = net(2)
+    places, blocks = Places(model), list(model.blocks)
+    model.blocks[0] = torch.nn.Sequential(blocks[0])
+    assert places.gone(blocks) == [False, False]
+    model.blocks = torch.nn.ModuleList(blocks[1:])
+    assert places.gone(blocks) == [True, False]
+
+
+def test_plain_checkpointing_that_runs_to_its_end_is_not_taken_for_reentrant(tmp_path: Path) -> None:
+    model = net(2)
+    model.checkpointed = "plain"
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    batch = batches(1)[0]
+    with monitor.micro_batch(batch), set_checkpoint_early_stop(False):
+        with torch.no_grad():
+            model(batch)  # in training mode, as some take a first estimate
+        loss = loss_fn(model, batch)
+        loss.backward()
+    assert monitor.step(adamw(model), loss).applied
+    monitor.close()

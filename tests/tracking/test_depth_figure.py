@@ -29,6 +29,10 @@ def labels(axes: Axes) -> list[str]:
     return [str(line.get_label()) for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
 
 
+def stream_axis(drawn: dict[str, Axes]) -> str:
+    return drawn["stream_rms"].get_xlabel()
+
+
 def test_each_profile_has_a_panel_with_its_first_middle_and_last_finite_record(
     tmp_path: Path, drawn: dict[str, Axes]
 ) -> None:
@@ -42,7 +46,8 @@ def test_each_profile_has_a_panel_with_its_first_middle_and_last_finite_record(
             spool.profile(step, "stream_nonfinite", np.zeros(8))
     picture = depth_figure.depth_figure(read_run(tmp_path / "r"))
     assert picture.dtype == np.uint8
-    assert picture.shape == (300, 3 * 430, 3)
+    assert picture.shape == (2 * 400, 2 * 645, 3)
+    assert stream_axis(drawn) == "layer / L"
     assert list(drawn) == ["stream_rms", "grad_norm", "attn_logit_max"], "counts that are all 0 say nothing"
     stream, gradient, attention = drawn.values()
     assert labels(stream) == ["step 1", "step 3", "step 5", "step 6, not finite"]

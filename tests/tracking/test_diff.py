@@ -154,3 +154,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["diff", "post", "pre", "--runs", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["config"] == {"model.scheme": ["post", "pre"]}
     assert main(["diff", "post", "--runs", str(tmp_path)]) == 2
+
+
+def test_a_long_range_is_said_whole_and_long_texts_from_where_they_differ(tmp_path: Path) -> None:
+    for name, least in (("a", 0.0331), ("b", 0.0361)):
+        with SpoolWriter(tmp_path / name, 1) as spool:
+            spool.start(run_id=name, data={"digest": "a" * 120 + name, "name": name})
+            spool.metrics(1, 1, {"loss_train": 1.0})
+            spool.profile(1, "grad_norm", [least, 0.0391])
+    text = shown(tmp_path, "a", "b")
+    assert "0.033..0.039 B" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("data.digest"))
+    assert line.split()[1:] == ["...aaa", "...aab"]

@@ -51,7 +51,7 @@ def test_a_run_is_found_by_its_path(runs: Path, monkeypatch: pytest.MonkeyPatch)
     ("word", "says"),
     [
         ("pots-L0012-s0", "nearest: post-L0012-s0-aa"),
-        ("zzz", r"no run in .* is called so \(4 runs"),
+        ("zzz", r"no run in .* is called so; the newest are \S+, \S+, \S+ \(4 runs; normscale show lists"),
         ("claims", "is called so"),
         ("sub/folder", "is not the folder of a run"),
         ("/", "is not the folder of a run"),

@@ -91,6 +91,15 @@ def test_points_leave_out_what_is_not_finite_and_flag_its_step(runs):
     assert "0-end/gap" not in ends
 
 
+def test_places_that_are_not_there_have_no_chart_and_memory_is_in_megabytes(runs):
+    record = read_run(runs / make_run(runs, steps=4, every=1))
+    record.end["summary"] |= {"peak_memory_bytes": 412_345_678}
+    ends = {point.key: point.value for point in layout.points(record) if point.key.startswith("0-end/")}
+    assert record.summary["bad_step"] == record.summary["bad_layer"] == -1
+    assert not {"0-end/badstep", "0-end/badlayer"} & ends.keys()
+    assert ends["0-end/mem_MB"] == 412.3
+
+
 def test_a_flag_of_the_loop_counts_without_any_odd_value(runs, tmp_path):
     record = read_run(runs / make_run(runs, steps=4, every=1))
     series = record.series["nonfinite"]
@@ -181,7 +190,7 @@ def test_the_front_page_gives_verdict_and_links_in_its_first_two_lines(runs):
     view += "&viewStateShareKey=depth-postnorm-dies-cpu"
     assert f"[Charts of all 4 runs]({view})" in second
     assert "(#/experiments/7/runs/PARENT/artifacts/report.html?workflowType=machine_learning)" in second
-    assert "| gap, nats | L0012 | L0048 |" in page
+    assert "| gap, nats&emsp; | L0012&emsp; | L0048&emsp; |" in page
     post = next(line for line in page.split("\n") if line.startswith("| post |"))
     assert "**" in post
     assert "(1 nan)" in post
@@ -241,7 +250,7 @@ def test_the_first_line_of_a_run_names_the_culprit_and_its_events_follow(runs):
     assert len(told) == 11
     assert "artifacts/events/b/report.html" in told[2]
     assert all(line.replace("\\|", "").count("|") == 4 for line in told)
-    assert rest[-1] == "and 9 more events"
+    assert rest[-3:] == ["and 9 more events", "", "![](get-artifact?path=events/a/profile.png&run_uuid=R)"]
 
 
 def test_a_run_of_another_loop_has_an_outcome_parameters_and_a_page(runs):
@@ -350,7 +359,16 @@ def test_the_view_holds_this_claim_and_profile_only_and_unpacks(runs):
     assert names[5:] == ["6 Update", "7 Attention", "8 Adam and epsilon"]
     alone = views.view(None)
     assert alone["searchFilter"] == "tags.normscale.kind = 'run'"
-    assert "1 Loss" in [section["name"] for section in alone["compareRunSections"]]
+    assert [section["name"] for section in alone["compareRunSections"]][:2] == ["1 End", "2 Loss"]
+    assert alone["compareRunCharts"][0] | {"uuid": 0} == {
+        "type": "BAR",
+        "metricKey": "0-end/gap",
+        "runsCountToCompare": 20,
+        "metricSectionId": "s0",
+        "uuid": 0,
+        "isGenerated": False,
+        "deleted": False,
+    }
     grouped = views.view(manifest, by_cell=True)
     assert grouped["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cell"}]
     assert "IMAGE" not in {chart["type"] for chart in grouped["compareRunCharts"]}

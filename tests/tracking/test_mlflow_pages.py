@@ -28,14 +28,14 @@ def manifest(family: str, *arms: str) -> Manifest:
 def test_a_mixed_claim_shows_gaps_and_updates() -> None:
     records = {"trained": record(0.5), "short": record(-2.0, update=0.01)}
     head, _, one, two = _table(manifest("depth", *records), records, {"trained": "trained", "short": "measured"})
-    assert head == "| gap, nats (log10 update / lr of runs that are measured) | L0006 |"
+    assert head == "| gap, nats (log10 update / lr of runs that are measured)&emsp; | L0006&emsp; |"
     assert (one, two) == ("| trained | 0.5 |", "| short | -1 (1 measured) |")
 
 
 def test_a_claim_about_gradients_shows_these() -> None:
     records = {"post": record(-2.0, grad_last_out=0.1)}
     head, _, row = _table(manifest("signals", *records), records, {"post": "measured"})
-    assert head == "| log10 gradient | L0006 |"
+    assert head == "| log10 gradient&emsp; | L0006&emsp; |"
     assert row == "| post | -1 |"
     vanished = {"post": record(-2.0, grad_last_out=math.nan)}
     assert _table(manifest("signals", *vanished), vanished, {"post": "measured"})[-1] == "| post | none |"

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from normscale.tracking import pictures
 from normscale.tracking.pictures import HEIGHT, WIDTH, heat, limits, profile
 
 MAGENTA = np.array([255, 0, 255])
@@ -101,3 +102,16 @@ def test_uneven_steps_keep_their_place():
     picture = heat([0, 900, 1000], np.concatenate([data[:1], data[:1], data[1:]]), "x", (1e-3, 1e1))
     row = picture[HEIGHT // 2]
     assert (row[WIDTH // 2 - 100] == row[200]).all(), "nine tenths of the steps are the low value"
+
+
+def test_a_picture_of_its_own_range_has_no_empty_decades():
+    flat, steep = np.linspace(1.2, 2.6, 16), np.logspace(-4, 1.5, 16)
+    (low, high), logs = pictures._own_span([flat])
+    assert (low, logs) == (0.0, False)
+    assert 2.6 < high < 4
+    span, logs = pictures._own_span([np.append(steep, np.nan)])
+    assert span == pytest.approx((1e-4, 1e2))
+    assert logs
+    assert pictures._own_span([np.full(3, np.nan)]) == ((0.0, 1.0), False)
+    for values in (flat, steep, np.full(16, np.nan), np.zeros(16), np.ones(1)):
+        assert pictures.profile(values, "stream RMS", None, 3, 0, (1, values + 1), "decoder.0000.self").size

@@ -8,6 +8,7 @@ FOUND = {
     "step": 40,
     "loss": 2.5,
     "sequences": 16,
+    "run_sequences": 16,
     "blocks": [
         {"block": "decoder.0000", "angle": 0.25, "removal": 1.0},
         {"block": "decoder.0001", "angle": 0.125, "removal": None},
@@ -28,6 +29,8 @@ def test_bars_are_as_long_as_the_loss_rises() -> None:
     assert rows["decoder.0003"].endswith("\N{MULTIPLICATION SIGN}")
     assert "+Inf" in rows["decoder.0003"]
     assert lines[-1].startswith("angle of all 5 blocks")
+    first, *_ = table(FOUND | {"run_sequences": 64}, Look())
+    assert first.endswith("on 16 sequences (the run's own is of 64: --batches)")
     assert all(len(line) <= 100 for line in lines)
 
 

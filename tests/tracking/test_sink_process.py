@@ -11,10 +11,20 @@ import pytest
 
 from normscale.arguments import typed
 from normscale.errors import StoreError
-from normscale.tracking import sink_process
+from normscale.tracking import sink_process, sink_state
 from normscale.tracking.mlflow_sink import sync
+from normscale.tracking.mlflow_store import resolve
 from normscale.tracking.reader import read_run
-from normscale.tracking.sink_process import LOG, Sink, finish_sink, start_sink, ui, ui_command, wait_for_health
+from normscale.tracking.sink_process import (
+    LOG,
+    Sink,
+    finish_sink,
+    run_links,
+    start_sink,
+    ui,
+    ui_command,
+    wait_for_health,
+)
 from tests.tracking.made import make_run
 
 STARTER = """
@@ -183,6 +193,49 @@ def test_the_command_of_the_ui(tmp_path, monkeypatch):
     assert environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
     with pytest.raises(StoreError, match="server already"):
         ui_command("http://127.0.0.1:5000", None, 5123)
+
+
+def test_the_ui_names_finished_claims_first_then_the_newest_runs_with_their_events(tmp_path):
+    uri, runs = resolve("sqlite:///mlflow.db"), tmp_path
+    claim = {"profile": "cpu", "experiment": "7", "events": []}
+    claims = {
+        "a-cpu": claim | {"id": "a", "run": "ra", "verdict": "pending"},
+        "b-cpu": claim | {"id": "b", "run": "rb", "verdict": "supported"},
+    }
+    sink_state.save(runs / sink_state.CLAIMS_FILE, uri, claims)
+    others = {"old": {"": {"experiment": 1, "run": "r1"}}, "of-claim": {"a-cpu": {}}}
+    for age, (name, entry) in enumerate(others.items()):
+        (runs / name).mkdir()
+        (runs / name / "spool.jsonl").write_text("")
+        os.utime(runs / name / "spool.jsonl", (age, age))
+        sink_state.save(runs / name / sink_state.RUN_FILE, uri, entry)
+    new = {"": {"experiment": 1, "run": "r2", "event": "events/x/report.html"}}
+    (runs / "new").mkdir()
+    (runs / "new" / "spool.jsonl").write_text("")
+    sink_state.save(runs / "new" / sink_state.RUN_FILE, uri, new)
+    lines = sink_process._greeting(uri, 80, runs)
+    end = "?workflowType=machine_learning"
+    assert [line.split()[0].rstrip(",") for line in lines[:3]] == ["b", "claim", "charts"]
+    assert lines[3] == f"not finished: a, profile cpu  http://127.0.0.1:80/#/experiments/7/runs/ra{end}"
+    assert lines[4:9] == [
+        "new",
+        f"run      http://127.0.0.1:80/#/experiments/1/runs/r2{end}",
+        f"event    http://127.0.0.1:80/#/experiments/1/runs/r2/artifacts/events/x/report.html{end}",
+        "old",
+        f"run      http://127.0.0.1:80/#/experiments/1/runs/r1{end}",
+    ]
+    assert run_links(runs / "of-claim", uri) == []
+    assert run_links(runs / "old", uri)[0].startswith("run      http://127.0.0.1:5000/#/")
+
+
+def test_a_run_that_failed_is_linked_with_its_event_once_it_is_stored(runs, new_store):
+    uri = new_store()
+    run = make_run(runs, "post", 3, steps=6, nan_at=3)
+    assert run_links(runs / run, uri) == []
+    assert sync(runs, uri).ok
+    page, event = run_links(runs / run, uri)
+    assert page.startswith("run      http://127.0.0.1:5000/#/experiments/")
+    assert event.endswith("/artifacts/events/step-000003-nonfinite/report.html?workflowType=machine_learning")
 
 
 def test_a_ui_that_cannot_start_says_why(tmp_path):

@@ -216,7 +216,7 @@ def test_a_fault_that_one_dropout_mask_brings_about_is_found() -> None:
 
 
 def test_clipping_never_sees_an_infinite_norm() -> None:
-    """PR-014: one Inf entry would make all other gradients 0 and itself NaN."""
+    """pytorch#46849: one Inf entry would make all other gradients 0 and itself NaN."""
     t, notes = trainer(optim={"name": "adamw", "lr": 0.1, "clip": 1.0}), Notes()
     for window in windows(2):
         t.step(window, notes)
@@ -384,7 +384,7 @@ def test_stopping_after_so_many_needs_a_policy_that_goes_on() -> None:
 def test_a_loss_scale_at_its_floor_ends_the_run_with_the_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PR-015: scale 16, floor 1, so steps 1 to 4 halve it; then three in a row are the model's."""
+    """DeepSpeed#697: scale 16, floor 1, so steps 1 to 4 halve it; then three in a row are the model's."""
     faulty(monkeypatch, lambda step: True)
     words = ["model.M=2", "model.d=16", "model.heads=2", "model.context=16", "data.max_bytes=40000", "train.steps=20"]
     words += ["train.batch=4", "train.eval_batches=1", "train.on_nonfinite=skip", "train.stop_after=3"]

@@ -15,7 +15,7 @@ KINDS = ("layernorm", "rmsnorm")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_bit_for_bit_its_contiguous_copy(layout: str, width: int, op: Op, kind: str) -> None:
-    # PR-007: a stride that is used in the statistics and forgotten in the normalisation raises no error.
+    # LightLLM#1467: a stride that is used in the statistics and forgotten in the normalisation raises no error.
     plain = problem(op, kind, (3, width))
     want = run(plain)
     for name in ("x", "residual", "dy", "dz"):

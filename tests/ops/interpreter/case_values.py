@@ -139,7 +139,7 @@ def test_no_rows(op: Op, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", OPS)
 def test_rank_does_not_matter(op: Op, kind: str) -> None:
-    # PR-008: a backward that takes its rows from shape[0] writes past the buffer.
+    # FlagGems#5392: a backward that takes its rows from shape[0] writes past the buffer.
     flat = problem(op, kind, (12, 64))
     want = check(flat)
     for shape in ((3, 4, 64), (2, 3, 2, 64)):

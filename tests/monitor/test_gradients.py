@@ -1,0 +1,156 @@
+"""Gradients that are sparse, replaced, clipped or not zeroed by their loop."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normscale
+from tests.monitor.made import Net, adamw, batches, events, loss_fn, net, record, train
+
+
+def test_sparse_gradients_are_clipped(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    before = model[0].weight.detach().clone()
+    monitor = normscale.Monitor(model, runs=tmp_path, clip=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with monitor.micro_batch():
+        loss = 100 * model(torch.tensor([1, 1, 3])).sum()  # a row twice: not coalesced
+        loss.backward()
+    report = monitor.step(optimizer, loss)
+    assert report.grad_norm is not None
+    assert report.grad_norm > 1
+    moved = float((model[0].weight.detach() - before).norm())
+    assert 0 < moved <= 0.5 * 0.1 * 1.001
+    monitor.close()
+
+
+@pytest.mark.parametrize("norm", [-1.0, torch.tensor(-1.0)])
+def test_a_norm_below_zero_says_nothing_so_that_gradients_are_looked_at(norm: Any, tmp_path: Path) -> None:
+    model = net(2)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=2)
+    applied = []
+    for bad in (False, True):
+        with monitor.micro_batch():
+            loss = loss_fn(model, batches(1)[0])
+            loss.backward()
+        if bad:
+            model.head.weight.grad[0, 0] = math.nan
+        report = monitor.step(adamw(model), loss, grad_norm=norm)
+        applied.append((report.applied, report.reason))
+        assert report.grad_norm is not None
+        assert not report.grad_norm < 0
+    assert applied == [(True, "applied"), (False, "non-finite gradient")]
+    assert events(record(monitor), "nonfinite")[0]["parameter"] == "head.weight"
+
+
+@pytest.mark.parametrize(("order", "there"), [(2.0, True), (math.inf, False)])
+def test_gradients_by_block_are_those_before_the_loop_clipped(order: float, there: bool, tmp_path: Path) -> None:
+    profiles = []
+    for clipped in (False, True):
+        model = net(3)
+        torch.manual_seed(3)
+        monitor = normscale.Monitor(model, runs=tmp_path)
+        with monitor.micro_batch():
+            loss = loss_fn(model, batches(1)[0])
+            loss.backward()
+        norm = None
+        if clipped:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=order) * (1 if there else 1e-3)
+        monitor.step(adamw(model), loss, grad_norm=norm)
+        profiles.append(record(monitor))
+    if there:
+        whole, seen = (found.profiles["grad_norm"].data for found in profiles)
+        np.testing.assert_allclose(seen, whole, rtol=1e-4)
+    else:
+        assert "grad_norm" not in profiles[1].profiles
+        assert "not theirs before clipping" in events(profiles[1], "unavailable")[0]["says"]
+
+
+def test_a_parameter_that_is_replaced_within_an_optimizer_is_checked(tmp_path: Path) -> None:
+    model = net(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=50)
+    train(model, monitor, batches(1), optimizer=optimizer)
+    new = nn.Parameter(model.blocks[0].proj.weight.detach().clone())
+    group = optimizer.param_groups[0]["params"]
+    place = next(i for i, p in enumerate(group) if p is model.blocks[0].proj.weight)
+    assert 0 < place < len(group) - 1
+    model.blocks[0].proj.weight = group[place] = new
+    with monitor.micro_batch():
+        loss = loss_fn(model, batches(1)[0])
+        loss.backward()
+    assert new.grad is not None
+    new.grad[0, 0] = math.nan
+    assert not monitor.step(optimizer, loss).applied
+    assert bool(new.isfinite().all())
+    monitor.close()
+
+
+@pytest.mark.parametrize("zeroed", ["after", "within", "never"])
+def test_gradients_that_were_not_zeroed_are_told_of(
+    zeroed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = net(2)
+    optimizer = adamw(model)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    reports = []
+    for step, batch in enumerate(batches(4), start=1):
+        with monitor.micro_batch(batch):
+            if zeroed == "within":
+                optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+        if step in (2, 3):
+            assert model.head.weight.grad is not None
+            model.head.weight.grad[0, 0] = math.nan
+        reports.append(monitor.step(optimizer, loss))
+        if zeroed == "after":
+            optimizer.zero_grad()
+    culprits = [report.culprit for report in reports]
+    assert culprits[1] is not None
+    assert culprits[1].phase == "backward"  # one rank, one micro-batch: there was no sum
+    told = events(record(monitor), "not_zeroed")
+    if zeroed != "never":
+        assert [report.applied for report in reports] == [True, False, False, True]
+        assert culprits[2] is not None
+        assert "not zeroed" not in culprits[2].note
+        assert told == []
+        return
+    assert [report.applied for report in reports] == [True, False, False, False]
+    for culprit in culprits[2:]:
+        assert culprit is not None
+        assert "the gradients of step 2 were not zeroed" in culprit.note
+        assert culprit.phase == "backward"
+    assert [event["step"] for event in told] == [3]
+    assert capsys.readouterr().err.count("call optimizer.zero_grad() after every monitor.step") == 1
+
+
+def test_an_inner_gradient_is_not_in_the_rows(tmp_path: Path) -> None:
+    """As of a gradient penalty: what counts is the gradient of the whole loss."""
+
+    def penalised(model: Net, batch: Tensor) -> Tensor:
+        batch = batch.clone().requires_grad_()
+        y = model(batch)
+        (inner,) = torch.autograd.grad(y.sum(), batch, create_graph=True)
+        return y.square().mean() + 10 * inner.square().mean()
+
+    model = net(2)
+    for block in model.blocks:
+        block.drop.p = 0.0
+    batch = batches(1)[0]
+    outputs: list[Tensor] = []
+    handle = model.blocks[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    (wanted,) = torch.autograd.grad(penalised(model, batch), outputs[-1:])
+    handle.remove()
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    with monitor.micro_batch(batch):
+        loss = penalised(model, batch)
+        loss.backward()
+    monitor.step(adamw(model), loss)
+    seen = record(monitor).profiles["stream_grad_norm"].data[0, 0]
+    assert seen == pytest.approx(float(wanted.norm()), rel=1e-5)
