@@ -68,6 +68,12 @@ class Journal:
         said = {"reason": result.reason, "policy": policy, "in_a_row": in_a_row}
         self.records.event(step, "nonfinite", loss=result.loss, **norm, **scale, **found, **said)
 
+    def warn(self, step: int, says: str, in_a_row: int) -> None:
+        """Says on standard error that a step was not applied."""
+        if self.records.spool is not None:
+            again = f" ({in_a_row} in a row)" if in_a_row > 1 else ""
+            print(f"normscale: step {step} was not applied{again}: {says}", file=sys.stderr, flush=True)
+
     def once(self, step: int, event: str, warn: bool = False, **fields: Any) -> None:
         """Writes an event the first time it is called for it, and says it on standard error, where asked."""
         if (key := f"{event} {fields.get('what', '')}") in self._said:

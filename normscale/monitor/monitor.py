@@ -262,11 +262,21 @@ class Monitor:
             self._end("interrupted" if isinstance(error, KeyboardInterrupt) else "error", exit_code_of(error)[0])
 
     def _explain(self, engine: Engine, result: Result) -> Culprit | None:
-        """Records the event of a step that was not finite; returns its culprit."""
-        found = self.provenance.seek(engine, result, self._live(self.rows), self._device())
+        """Records the event of a step that was not finite; returns its culprit.
+
+        Of many in a row the 1st, 2nd, 4th, 8th, ... are replayed and said on standard error: where training is dead, a
+        replay each step would cost many times the step, and find the same.
+        """
+        stops = self.on_nonfinite == "stop" or self._too_often()
+        told = stops or self.in_a_row & (self.in_a_row - 1) == 0
+        spared = "" if told else f"{self.in_a_row} bad steps in a row: every power of two of them is replayed"
+        found = self.provenance.seek(engine, result, self._live(self.rows), self._device(), spared)
         policy = self.on_nonfinite if isinstance(self.on_nonfinite, str) else f"stop after {self.on_nonfinite}"
         self.journal.bad(self.steps, result, found, policy, self.in_a_row)
-        return Culprit.from_fields(found["culprit"]) if "culprit" in found else None
+        culprit = Culprit.from_fields(found["culprit"]) if "culprit" in found else None
+        if told and not stops:
+            self.journal.warn(self.steps, culprit.sentence() if culprit is not None else result.reason, self.in_a_row)
+        return culprit
 
     def _record(self, engine: Engine, optimizer: Any, result: Result) -> None:
         """Writes what the step came to, if it is measured or was not applied."""

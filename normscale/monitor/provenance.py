@@ -86,17 +86,19 @@ class Provenance:
             self._handle = None
         self.kept.clear()
 
-    def seek(self, engine: Engine, result: Result, rows: BlockRows | None, device: torch.device) -> dict[str, Any]:
+    def seek(
+        self, engine: Engine, result: Result, rows: BlockRows | None, device: torch.device, spared: str = ""
+    ) -> dict[str, Any]:
         """Returns the fields of the event of a bad step, the culprit among them; every rank calls it, in the same step.
 
-        `rows` are those of the step, if it was measured.
+        `rows` are those of the step, if it was measured. `spared` says why there is to be no replay, if so.
         """
         faults, entries = self._faults(engine, result)
         refused = ""
         if result.reason == "norm overflow":
             culprit = agree(Culprit.norm_overflow(entries, device, type(self.inner).__name__))
         else:
-            found, refused = self._replayed(engine, result)
+            found, refused = (None, spared) if spared else self._replayed(engine, result)
             several = engine.world > 1 or len(self.kept) > 1
             why = refused or (_FINITE if several else f"{_FINITE}, and nothing was summed")
             if self.unzeroed:

@@ -389,3 +389,32 @@ def test_rows_that_fail_leave_no_rank_waiting(tmp_path: Path, monkeypatch: pytes
     assert not report.applied
     assert report.culprit is None
     monitor.close()
+
+
+def test_where_training_is_dead_a_replay_is_spared_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, passes = nn.Linear(2, 1), []
+
+    def logged(model: nn.Module, batch: Tensor) -> Tensor:
+        passes.append(1)
+        return model(batch).log().mean()  # of what is made negative below
+
+    with torch.no_grad():
+        model.bias.fill_(-1e3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with normscale.Monitor(model, logged, runs=tmp_path) as monitor:
+        for _ in range(9):
+            with monitor.micro_batch(batch := torch.ones(1, 2)):
+                loss = logged(model, batch)
+                loss.backward()
+            before = len(passes)
+            monitor.step(optimizer, loss)
+            replayed = len(passes) > before
+            assert replayed == (monitor.in_a_row in (1, 2, 4, 8)), monitor.in_a_row
+            optimizer.zero_grad()
+    said = capsys.readouterr().err
+    for step in (1, 2, 4, 8):
+        assert f"step {step} was not applied" in said
+    assert "(8 in a row)" in said
+    assert "step 5 " not in said
