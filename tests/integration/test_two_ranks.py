@@ -53,10 +53,13 @@ def test_every_recorded_number_agrees(records: tuple[RunRecord, RunRecord]) -> N
     one, two = records
     assert (two.start["identity"]["world"], two.start["engine"]) == (2, "ddp")
     assert set(one.series) == set(two.series)
-    for name in set(one.series) - {"tokens_s"}:
-        least = 1e-6 if name == "stream_growth" else 0.0  # a slope that is 0 in this model, but for rounding
+    # What is sampled is of other positions where a micro-batch is another.
+    for name in set(one.series) - {"tokens_s", "attn_logit_max", "attn_entropy_min"}:
+        least = 1e-6 if name in ("stream_growth", "grad_slope_now") else 0.0  # slopes near 0 are of rounding
         np.testing.assert_allclose(two.series[name].values, one.series[name].values, 1e-5, least, err_msg=name)
-    for name, profile in one.profiles.items():
+    assert set(one.profiles) == set(two.profiles)
+    for name in set(one.profiles) - {"attn_logit_max", "attn_entropy", "angle_online"}:
+        profile = one.profiles[name]
         np.testing.assert_allclose(two.profiles[name].data, profile.data, rtol=1e-4, atol=1e-7, err_msg=name)
     losses = one.series["loss_val"].values
     assert losses[-1] < losses[0] - 0.1  # it does train
