@@ -237,14 +237,16 @@ def ui(uri: str, port: int, runs: Path | None = None) -> int:
             mend = "choose another with --port (make ui PORT=)"
             raise StoreError(f"port {port}: cannot be used ({reason}); {mend}") from None
     print(f"starting the MLflow server for {path} (some ten seconds) ...", flush=True)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGINT too: whoever starts this in the background of a script has it ignored, and nothing else would stop it.
+    before = {n: signal.signal(n, signal.default_int_handler) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         with tempfile.TemporaryFile() as log:  # what a server says of itself helps where it fails alone
             return _serve(command, environment, log, port, lambda: _greeting(uri, port, runs))
     except KeyboardInterrupt:
         return 0
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _greeting(uri: str, port: int, runs: Path | None) -> list[str]:
