@@ -49,7 +49,7 @@ def check_settings(
     if uri is not None and not isinstance(uri, str):
         raise BadInput(f'Monitor(uri={uri!r}): is a {type(uri).__name__}; give a store, as "sqlite:///mlflow.db"')
     if uri is not None:
-        from normscale.tracking.mlflow_store import resolve
+        from normscale.tracking.address import resolve
 
         resolve(uri)
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,27 @@ def find_run(word: str, runs: Path) -> Path:
         hint = f"; the newest {'is' if len(some) == 1 else 'are'} {', '.join(some)}"
     count = f"{len(names)} run{'' if len(names) == 1 else 's'}; normscale show lists the newest"
     raise BadInput(f"{shown}: no run in {runs} is called so{hint} ({count})")
+
+
+def folders_of(words: Sequence[str], runs: Path) -> dict[Path, list[str] | None]:
+    """Returns {folder of runs: names of those asked for}, None standing for all of a folder.
+
+    A word is a run, as for `find_run`, or a folder of runs, such as one brought from another machine.
+
+    Raises:
+        BadInput: a word is neither.
+    """
+    found: dict[Path, list[str] | None] = {}
+    for word in words:
+        if os.sep in word and not _has_spool(Path(word)) and names_in(Path(word)):
+            found[Path(word)] = None
+            continue
+        run = find_run(word, runs)
+        run = run.resolve() if run.name in ("", "..") else run  # the folder we stand in
+        known = found.setdefault(run.parent, [])
+        if known is not None and run.name not in known:
+            known.append(run.name)
+    return found or {runs: None}
 
 
 def newest_first(names: list[str], runs: Path) -> list[str]:

@@ -10,10 +10,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from normscale.arguments import typed
 from normscale.errors import StoreError
 from normscale.tracking import mlflow_layout as layout
-from normscale.tracking.mlflow_store import Bounds, bounds, experiment, one_line, too_slow, unreachable
+from normscale.tracking.address import SERVERS, sync_words
+from normscale.tracking.mlflow_store import (
+    Bounds,
+    bounds,
+    experiment,
+    one_line,
+    refused,
+    too_slow,
+    unreachable,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -90,7 +98,7 @@ class Store:
             except Gone:
                 raise
             except Exception as error:  # mlflow raises many kinds, and no kind may stop the other runs
-                if (problem := unreachable(self.uri)) is not None:
+                if (problem := self._closed(error)) is not None:
                     raise Gone(problem) from None
                 failure, slow = f"{what}: {one_line(error)}", error if self._is_too_slow(error) else None
                 time.sleep(0.2 * (trial + 1 < _TRIALS))
@@ -112,18 +120,26 @@ class Store:
         except StoreError as error:
             self.report.failures.append(str(error))
         except Exception as error:  # a record that nobody foresaw must not hide the others
-            if (problem := unreachable(self.uri)) is not None:
+            if (problem := self._closed(error)) is not None:
                 raise Gone(problem) from None
             if self._is_too_slow(error):
                 raise self._slow(error) from None
             self.report.failures.append(f"{what}: {one_line(error)}")
 
+    def _closed(self, error: BaseException) -> str | None:
+        """Returns why no further request to the server can succeed, None where one may."""
+        if not self.uri.startswith(SERVERS):
+            return None
+        return refused(self.uri, error) or unreachable(self.uri)
+
     def _is_too_slow(self, error: BaseException) -> bool:
-        return self.uri.startswith(("http://", "https://")) and too_slow(error)
+        return self.uri.startswith(SERVERS) and too_slow(error)
 
     def _slow(self, error: BaseException) -> Gone:
         """Returns what ends a sync whose server is too slow: every further request would be waited for as long."""
-        return Gone(f"tracking server {self.uri} is too slow ({one_line(error)}); `{typed('sync')}` goes on from there")
+        return Gone(
+            f"tracking server {self.uri} is too slow ({one_line(error)}); `{sync_words(self.uri)}` goes on from there"
+        )
 
     def experiment(self, family: str | None) -> str:
         """Returns the id of the experiment of a claim's family or of runs without a claim."""

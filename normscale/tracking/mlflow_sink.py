@@ -13,14 +13,15 @@ from pathlib import Path
 
 from normscale.errors import StoreError
 from normscale.tracking import mlflow_layout as layout
+from normscale.tracking.address import resolve
 from normscale.tracking.files import locked
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.mlflow_claim import replay_claim, replay_family, send_view
 from normscale.tracking.mlflow_requests import Gone, Store, SyncReport
 from normscale.tracking.mlflow_run import cached_record, draw_run, replay_run, run_tags
-from normscale.tracking.mlflow_store import ensure_store, one_line, resolve, unreachable
+from normscale.tracking.mlflow_store import ensure_store, one_line, unreachable
 from normscale.tracking.reader import at, is_written
-from normscale.tracking.sink_process import finish_sink, links, parent_gone, start_sink, ui, ui_command, wait_for_health
+from normscale.tracking.sink_process import finish_sink, links, parent_gone, start_sink
 from normscale.tracking.spool import SPOOL
 
 __all__ = [
@@ -31,9 +32,6 @@ __all__ = [
     "links",
     "start_sink",
     "sync",
-    "ui",
-    "ui_command",
-    "wait_for_health",
 ]
 
 _LOCK_WAIT_S = 300.0

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import tempfile
 import urllib.error
 import urllib.request
@@ -11,20 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from normscale.arguments import typed
 from normscale.errors import StoreError
+from normscale.tracking.address import SERVERS, database, resolve, sync_words
 from normscale.tracking.files import locked
+from normscale.tracking.server_names import is_own
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-SQLITE = "sqlite:///"
-DATABASES = ("postgresql", "mysql", "mssql")  # what else mlflow stores in; a driver may follow, mysql+pymysql://
 ARTIFACTS = "mlartifacts"  # the folder beside an SQLite database that takes its artifacts
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 # Every request is retried by the sink, which first asks whether it was done: mlflow's own retries would do it twice.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 _CHOOSE = "choose another with tracking.uri=sqlite:///<file>"
+_TURNED_AWAY = re.compile(r"error code (401|403)\b")
 _CONNECT_S = 2.0
 _CREATE_S = 120.0  # the first creation of a database takes 2 s, on a loaded machine far more
 
@@ -41,30 +42,6 @@ class Bounds:
     digest_chars: int
     key_chars: int
     request_bytes: int
-
-
-def resolve(uri: str) -> str:
-    """Returns the URI with an SQLite path made absolute from the current folder.
-
-    Raises:
-        StoreError: it is no address of a tracking store.
-    """
-    mend = "write sqlite:///<file> or http://<host>:<port>"
-    if uri.startswith(SQLITE):
-        path = uri.removeprefix(SQLITE)
-        if not path or "\0" in path:
-            raise StoreError(f"tracking.uri: {uri!r} names no file; {mend}")
-        return SQLITE + str(Path(os.path.expanduser(path)).absolute())
-    try:
-        parts = urlsplit(uri)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:  # a port that is no number, a bracket that is not closed
-        raise StoreError(f"tracking.uri: {uri!r} is not an address ({error}); {mend}") from None
-    if "://" not in uri or parts.scheme.partition("+")[0] not in ("http", "https", *DATABASES):
-        raise StoreError(f"tracking.uri: {uri!r} is not the address of a tracking store; {mend}")
-    if not host:
-        raise StoreError(f"tracking.uri: {uri!r} names no host; {mend}")
-    return uri.rstrip("/")
 
 
 def check_place(uri: str) -> None:
@@ -103,11 +80,6 @@ def _check_database(path: Path) -> None:
         raise StoreError(f"tracking.uri: {path} is not an SQLite database; {_CHOOSE}")
 
 
-def database(uri: str) -> Path | None:
-    """Returns the file of an SQLite store, None for a server."""
-    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
-
-
 def unreachable(uri: str) -> str | None:
     """Returns why a tracking server cannot be reached, in one line; None when it answers or the store is a file."""
     if urlsplit(uri).scheme not in ("http", "https"):
@@ -119,9 +91,23 @@ def unreachable(uri: str) -> str | None:
         return None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
+        mend = f"nothing is lost, `{sync_words(uri)}` replays the records"
+        return f"tracking server {uri} does not answer ({reason}); {mend}"
+
+
+def refused(uri: str, error: BaseException) -> str | None:
+    """Returns why a server turns every request away, in one line with the mend; None for any other error."""
+    text = str(error)
+    if "Invalid Host header" in text:
+        host = urlsplit(uri).hostname
         return (
-            f"tracking server {uri} does not answer ({reason}); nothing is lost, `{typed('sync')}` replays the records"
+            f"tracking server {uri} does not know itself as {host}; start it with normscale server --name {host}"
+            f" (mlflow server: --allowed-hosts), then `{sync_words(uri)}`"
         )
+    if (found := _TURNED_AWAY.search(text)) is None:
+        return None
+    mend = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) in the environment"
+    return f"tracking server {uri} wants another password ({found[1]}); {mend}, then `{sync_words(uri)}`"
 
 
 def connect(uri: str) -> "MlflowClient":
@@ -158,6 +144,9 @@ def ensure_store(uri: str) -> "MlflowClient":
     except StoreError:
         raise
     except Exception as error:  # whatever sqlalchemy or mlflow raise for a database they cannot use
+        if "database is locked" in str(error):
+            mend = f"`{sync_words(uri)}` tries again"
+            raise StoreError(f"tracking.uri: {path} is held by another process; {mend}") from None
         raise StoreError(f"tracking.uri: {path} is not usable ({one_line(error)}); {_CHOOSE}") from None
 
 
@@ -178,12 +167,18 @@ def bounds() -> Bounds:
 
 
 def experiment(client: "MlflowClient", uri: str, name: str) -> str:
-    """Returns the id of an experiment, created where it is missing and restored where it was deleted."""
+    """Returns the id of an experiment, created where it is missing and restored where it was deleted.
+
+    Raises:
+        StoreError: this machine cannot write where the experiment keeps its files.
+    """
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
     if found is None:
         path = database(uri)
+        if path is None and not uri.startswith(SERVERS):
+            _refuse_files(uri, name, "a folder on whatever machine is first")
         place = (path.parent / ARTIFACTS / name).as_uri() if path else None
         tags = {"mlflow.experimentKind": "custom_model_development"}
         try:
@@ -191,9 +186,32 @@ def experiment(client: "MlflowClient", uri: str, name: str) -> str:
         except MlflowException:  # another sink was quicker
             if (found := client.get_experiment_by_name(name)) is None:
                 raise
+    _check_files(uri, name, str(found.artifact_location))
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
+
+
+def _check_files(uri: str, name: str, place: str) -> None:
+    """Raises StoreError where the files of a found experiment would go to a disk that its readers do not see."""
+    if uri.startswith(SERVERS):
+        if place.startswith(("file:", "/")) and not (is_own(str(urlsplit(uri).hostname)) or _is_shared(place)):
+            mend = "serve a store of its own there, as in: normscale server --store sqlite:///server.db"
+            raise StoreError(
+                f"tracking server {uri}: {name} keeps its files in a folder of that machine ({place}); {mend}"
+            )
+    elif place.startswith("mlflow-artifacts:"):
+        _refuse_files(uri, name, "its tracking server")
+
+
+def _is_shared(place: str) -> bool:
+    """Returns whether a folder of files is on this machine, too, as it is where machines share a file system."""
+    return Path(urllib.request.url2pathname(urlsplit(place).path)).parent.is_dir()
+
+
+def _refuse_files(uri: str, name: str, where: str) -> None:
+    mend = "give the address of its server (normscale server --store prints it)"
+    raise StoreError(f"tracking.uri: {uri}: {name} would keep its files with {where}; {mend}")
 
 
 def one_line(error: BaseException) -> str:

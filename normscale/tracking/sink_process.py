@@ -1,27 +1,21 @@
-"""What other processes call: start and end the sink, links into the UI, the UI's own command. Imports no mlflow."""
+"""What other processes call: start and end the sink, links into the UI. Imports no mlflow."""
 
 import os
 import select
-import shlex
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from normscale.arguments import typed
 from normscale.errors import StoreError
 from normscale.tracking import sink_state
-from normscale.tracking.find import names_in, newest_first
-from normscale.tracking.mlflow_pages import PENDING, charts_path, run_path
-from normscale.tracking.mlflow_store import QUIET, SQLITE, resolve
+from normscale.tracking.address import SERVERS, SQLITE, resolve, sync_words
+from normscale.tracking.mlflow_pages import charts_path, run_path
+from normscale.tracking.mlflow_store import QUIET
 from normscale.tracking.spool import SPOOL
 
 LOG = "sink.log"
@@ -29,9 +23,6 @@ STOPPED_S = 10.0  # what the last sync may take after a stop: whoever asked for 
 _SECONDS = 10.0
 _NICE = 10
 _MAX_EVENT_LINKS = 3
-_NEWEST_RUNS = 5  # of no claim, that `ui` links to
-_UI_START_S = 120.0
-_UI_LINES = 15  # of what a server said that failed
 
 
 class Sink:
@@ -52,7 +43,7 @@ class Sink:
         if code is not None and code < 0 and not stopped and self.is_behind():
             self.process = start_sink(self.runs, self.uri)
             code = finish_sink(self.process, timeout)
-        mend = typed("sync")
+        mend = sync_words(self.uri, self.runs)
         if code == 0 or (code != 1 and not self.is_behind()):
             return None
         if code is None:
@@ -159,7 +150,7 @@ def links(runs: Path, uri: str, claim_id: str, profile: str | None = None, host:
     Empty when the claim is not in the store yet.
     """
     remembered = sink_state.load(Path(runs) / sink_state.CLAIMS_FILE, resolve(uri))
-    base = uri.rstrip("/") if uri.startswith(("http://", "https://")) else f"http://{host}"
+    base = uri.rstrip("/") if uri.startswith(SERVERS) else f"http://{host}"
     lines = []
     for key, entry in remembered.items():
         if entry.get("id") == claim_id and profile in (None, entry.get("profile")):
@@ -180,142 +171,16 @@ def run_links(run_dir: Path, uri: str, host: str = "127.0.0.1:5000") -> list[str
     entry = sink_state.load(run_dir / sink_state.RUN_FILE, resolve(uri)).get("", {})
     if not {"experiment", "run"} <= entry.keys():
         return []
-    base = uri.rstrip("/") if uri.startswith(("http://", "https://")) else f"http://{host}"
+    base = uri.rstrip("/") if uri.startswith(SERVERS) else f"http://{host}"
     experiment, run = str(entry["experiment"]), str(entry["run"])
     lines = [f"run      {base}/{run_path(experiment, run)}"]
     return lines + ([f"event    {base}/{run_path(experiment, run, entry['event'])}"] if entry.get("event") else [])
 
 
-def ui_command(uri: str, artifacts: Path | None, port: int) -> tuple[list[str], dict[str, str]]:
-    """Returns the command that serves the UI of an SQLite store on loopback, and the environment it needs.
-
-    Args:
-        uri: The store.
-        artifacts: The folder for files that are logged through this server; None takes the one beside the database.
-        port: The port.
-
-    Raises:
-        StoreError: the store is a server already.
-    """
-    uri = resolve(uri)
-    if not uri.startswith(SQLITE):
-        if uri.startswith(("http://", "https://")):
-            raise StoreError(f"tracking.uri: {uri} is a server already; open it in a browser")
-        raise StoreError(f"tracking.uri: {uri} is not a file here; {ui_words(uri)} serves it")
-    folder = Path(artifacts).absolute() if artifacts else Path(uri.removeprefix(SQLITE)).parent / "mlartifacts"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", uri, "--artifacts-destination", str(folder)]
-    command += ["--uvicorn-opts", "--log-level warning"]  # a line for every click would push the links away
-    return command, dict(os.environ) | QUIET | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-
-
 def ui_words(uri: str, default: str | None = None) -> str:
     """Returns the command a person types to see a store, or the address of a server; `default` needs no --uri."""
-    if uri.startswith(("http://", "https://")):
+    if uri.startswith(SERVERS):
         return uri
     if not uri.startswith(SQLITE):
-        return f"mlflow server --backend-store-uri {shlex.quote(uri)}"
+        return typed("server", "--store", uri)
     return typed("ui") if uri == default else typed("ui", "--uri", uri)
-
-
-def ui(uri: str, port: int, runs: Path | None = None) -> int:
-    """Serves the UI of a store until interrupted; returns the server's exit code.
-
-    Raises:
-        StoreError: there is no such store yet, or the port is taken.
-    """
-    command, environment = ui_command(uri, None, port)
-    path = Path(resolve(uri).removeprefix(SQLITE))
-    if not path.is_file():
-        raise StoreError(f"tracking.uri: {path} is not there yet; train something first, or run {typed('sync')}")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            mend = "choose another with --port (make ui PORT=)"
-            raise StoreError(f"port {port}: cannot be used ({reason}); {mend}") from None
-    print(f"starting the MLflow server for {path} (some ten seconds) ...", flush=True)
-    # SIGINT too: whoever starts this in the background of a script has it ignored, and nothing else would stop it.
-    before = {n: signal.signal(n, signal.default_int_handler) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with tempfile.TemporaryFile() as log:  # what a server says of itself helps where it fails alone
-            return _serve(command, environment, log, port, lambda: _greeting(uri, port, runs))
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _greeting(uri: str, port: int, runs: Path | None) -> list[str]:
-    """Returns what is said once the server answers: links to claims and the newest runs, its address, how to stop it.
-
-    Claims that have no verdict yet come after the others, each on one line.
-    """
-    host = f"127.0.0.1:{port}"
-    lines: list[str] = []
-    if runs is not None:
-        begun = []
-        for entry in sink_state.load(runs / sink_state.CLAIMS_FILE, resolve(uri)).values():
-            if entry.get("verdict") == PENDING:
-                page = run_path(str(entry["experiment"]), str(entry["run"]))
-                begun.append(f"not finished: {entry['id']}, profile {entry['profile']}  http://{host}/{page}")
-            else:
-                lines += links(runs, uri, entry["id"], entry["profile"], host)
-        lines += [*begun, *_newest_runs(uri, runs, host)]
-    return [
-        *lines,
-        f"MLflow UI: http://{host}/#/experiments?workflowType=machine_learning",
-        "Open this address in a browser on this machine. Ctrl-C here stops the server.",
-    ]
-
-
-def _newest_runs(uri: str, runs: Path, host: str) -> list[str]:
-    """Returns the links to the newest runs of no claim."""
-    lines, count = [], 0
-    for name in newest_first(names_in(runs), runs):
-        if found := run_links(runs / name, uri, host):
-            lines += [name, *found]
-            count += 1
-        if count == _NEWEST_RUNS:
-            break
-    return lines
-
-
-def _serve(
-    command: list[str], environment: dict[str, str], log: IO[bytes], port: int, greeting: Callable[[], list[str]]
-) -> int:
-    """Runs the server until it ends or this process is interrupted; returns the exit code."""
-    # In a session of its own, Ctrl-C reaches this process alone, which ends the server without its traceback.
-    server = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        if wait_for_health(port, _UI_START_S, lambda: server.poll() is None):
-            print("\n".join(greeting()), flush=True)
-        elif server.poll() is None:
-            print(f"no answer from the server after {_UI_START_S:.0f} s; Ctrl-C stops it", file=sys.stderr, flush=True)
-        code = server.wait()
-        log.seek(0)
-        last = log.read().decode(errors="replace").splitlines()[-_UI_LINES:]
-        print("\n".join([f"normscale: the MLflow server ended with exit code {code}", *last]), file=sys.stderr)
-        return 1
-    finally:
-        if server.poll() is None:
-            server.terminate()
-            server.wait()
-
-
-def wait_for_health(port: int, timeout: float = 60.0, alive: Callable[[], bool] = lambda: True) -> bool:
-    """Returns whether a server on loopback answers within `timeout` seconds; `alive` may say that it died."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and alive():
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-                if answer.status == 200:
-                    return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    return False

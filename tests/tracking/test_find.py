@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from normscale.errors import BadInput
-from normscale.tracking.find import find_run
+from normscale.tracking.find import find_run, folders_of
 from tests.tracking.made import make_foreign, make_run
 
 
@@ -102,3 +102,20 @@ def test_where_there_are_no_runs_it_says_so(make, tmp_path: Path) -> None:  # ty
     make(tmp_path / "runs")
     with pytest.raises(BadInput, match=r"latest: there are no runs in .*--runs"):
         find_run("latest", tmp_path / "runs")
+
+
+def test_runs_to_replay_are_named_singly_or_by_their_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/post-1", "runs/post-2", "node3/runs/pre-1"):
+        make_run(tmp_path / name, run_id=".", steps=1)
+    runs = Path("runs")
+    assert folders_of([], runs) == {runs: None}
+    assert folders_of(["post-2", "runs/post-1", "post-2"], runs) == {runs: ["post-2", "post-1"]}
+    assert folders_of(["post-1", "node3/runs"], runs) == {runs: ["post-1"], Path("node3/runs"): None}
+    assert folders_of(["node3/runs", "node3/runs/pre-1"], runs) == {Path("node3/runs"): None}
+    assert folders_of([f"{tmp_path}/node3/runs/pre-1/"], runs) == {tmp_path / "node3/runs": ["pre-1"]}
+    monkeypatch.chdir(tmp_path / "node3/runs/pre-1")
+    assert folders_of(["."], runs) == {tmp_path / "node3/runs": ["pre-1"]}
+    for word in ("node3", "./node3", "nothing/here"):
+        with pytest.raises(BadInput):
+            folders_of([word], runs)

@@ -4,34 +4,69 @@ import os
 import sqlite3
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from normscale.errors import StoreError
-from normscale.tracking.mlflow_store import bounds, check_place, ensure_store, experiment, resolve, unreachable
+from normscale.tracking.mlflow_store import (
+    bounds,
+    check_place,
+    ensure_store,
+    experiment,
+    refused,
+    unreachable,
+)
 
 
-def test_a_relative_path_is_meant_from_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert resolve("sqlite:///mlflow.db") == f"sqlite:///{tmp_path}/mlflow.db"
-    assert resolve(f"sqlite:///{tmp_path}/x.db") == f"sqlite:///{tmp_path}/x.db"
-    assert resolve("http://127.0.0.1:5000/") == "http://127.0.0.1:5000"
+class Refusing:
+    """A store that has one experiment, whose files are somewhere."""
+
+    def __init__(self, place):
+        self.found = SimpleNamespace(artifact_location=place, lifecycle_stage="active", experiment_id="7")
+        if place is None:
+            self.found = None
+
+    def get_experiment_by_name(self, name):
+        return self.found
+
+    def create_experiment(self, name, **_):
+        return "8"
 
 
-NO_STORES = ["", "mlruns", "sqlite://", "sqlite:///", "sqlite:x.db", "file:///tmp/x", "http://", "foo://bar", "foo:bar"]
-NO_STORES += ["http:x", "http://h:port", "http://[", "sqlite:///a\0b", "databricks://x", "mysql:x", "postgresql://"]
+def test_files_that_readers_would_not_see_are_not_written():
+    served, here = "http://elsewhere:5000", "http://127.0.0.1:5000"
+    assert experiment(Refusing("mlflow-artifacts:/7"), served, "x") == "7"
+    assert experiment(Refusing("s3://bucket/7"), served, "x") == "7"
+    assert experiment(Refusing("file:///a/x"), here, "x") == "7"
+    assert experiment(Refusing(None), served, "x") == "8"
+    assert experiment(Refusing("s3://bucket/7"), "postgresql://h/db", "x") == "7"
+    with pytest.raises(StoreError, match=r"keeps its files in a folder of that machine .*; serve a store of its own"):
+        experiment(Refusing("file:///a/x"), served, "x")
+    for uri in ("sqlite:////a/m.db", "postgresql://h/db"):
+        with pytest.raises(StoreError, match="files with its tracking server; give the address of its server"):
+            experiment(Refusing("mlflow-artifacts:/7"), uri, "x")
+    with pytest.raises(StoreError, match="whatever machine is first; give the address of its server"):
+        experiment(Refusing(None), "postgresql://h/db", "x")
 
 
-@pytest.mark.parametrize("uri", NO_STORES)
-def test_what_is_no_store_says_what_would_be(uri):
-    with pytest.raises(StoreError, match=r"tracking\.uri: .*sqlite:///<file>") as caught:
-        resolve(uri)
-    assert "\n" not in str(caught.value)
+TURNED_AWAY = "API request to endpoint /api/x failed with error code {} != 200. Response body: '{}'"
 
 
-def test_databases_that_mlflow_knows_pass():
-    for uri in ("postgresql://u:p@h/db", "mysql+pymysql://h:3306/db", "https://h/mlflow"):
-        assert resolve(uri) == uri
+def test_a_server_that_turns_everything_away_is_told_with_the_mend(monkeypatch):
+    monkeypatch.chdir("/")
+    uri, again = "http://node8:5000", "then `normscale sync --uri http://node8:5000`"
+    said = refused(
+        uri, Exception(TURNED_AWAY.format(403, "Invalid Host header - possible DNS rebinding attack detected"))
+    )
+    assert said == (
+        f"tracking server {uri} does not know itself as node8; start it with normscale server --name node8"
+        f" (mlflow server: --allowed-hosts), {again}"
+    )
+    said = refused(uri, Exception(TURNED_AWAY.format(401, "who are you?")))
+    assert said.startswith(f"tracking server {uri} wants another password (401); set MLFLOW_TRACKING_USERNAME and")
+    assert said.endswith(again)
+    assert refused(uri, Exception(TURNED_AWAY.format(500, "no"))) is None
 
 
 def test_a_place_that_cannot_take_a_database_is_one_line_and_a_good_one_is_left_as_it_was(tmp_path):
