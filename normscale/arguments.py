@@ -19,6 +19,9 @@ from normscale.errors import BadInput, NormscaleError, nearest
 
 Say = Callable[[str], None]
 
+LOST_RANK = "lost the connection to another rank"
+"""How the line of a rank begins that failed only because another one was gone."""
+
 _NO_MEMORY = re.compile(r"can't allocate memory|cannot allocate memory|out of memory|not enough memory", re.I)
 _RANKS = re.compile(r"gloo|nccl|process ?group|TCPStore|c10d", re.I)
 _LOST = re.compile(
@@ -31,18 +34,19 @@ _LOST = re.compile(
 class Stopped(KeyboardInterrupt):
     """A signal asked this process to end; whatever ends well on Ctrl-C does so here too."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+    def __init__(self, number: int, line: str | None = None) -> None:
+        super().__init__(line or f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Turns the first SIGTERM or SIGHUP of the block into Stopped; further ones do not disturb the ending.
+    """Turns the first SIGTERM, SIGUSR1 or SIGHUP of the block into Stopped; further ones do not disturb the ending.
 
-    A signal that is ignored (nohup) stays so.
+    A signal that is ignored (nohup) stays so, but SIGUSR1, which launchers ignore for themselves and leave to ranks.
     """
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    quiet = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
+    numbers = [each for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if each not in quiet]
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:
@@ -72,6 +76,14 @@ def whole(word: str) -> int:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number; give e.g. 4") from None
 
 
+def number(word: str) -> float:
+    """Returns the number that a word on the command line stands for."""
+    try:
+        return float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number; give e.g. 0.5") from None
+
+
 def say_error(lines: str) -> None:
     """Prints what went wrong on stderr, each line marked as ours (a file may hold several mistakes, one a line)."""
     for line in lines.splitlines():
@@ -99,10 +111,17 @@ def exit_code_of(error: BaseException) -> tuple[int, str]:
     text = " ".join(str(error).split())
     if _is_out_of_memory(error, text):
         return 1, "out of memory; make the model, the batch or the context smaller"
-    if isinstance(error, RuntimeError) and _RANKS.search(f"{name} {text}") and _LOST.search(text):
-        return 1, "lost the connection to another rank; the first rank that failed says why"
+    if is_lost_rank(error):
+        return 1, f"{LOST_RANK}; the first rank that failed says why"
     what = f"{name}: {text[:300]}" if text else name
     return 1, f"this is a bug in normscale: {what}; traceback: {_keep_traceback(error)}"
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Returns whether a connection to another rank broke, or waiting for it took too long."""
+    text = " ".join(str(error).split())
+    named = _RANKS.search(f"{type(error).__name__} {text}") is not None
+    return isinstance(error, RuntimeError) and named and _LOST.search(text) is not None
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:

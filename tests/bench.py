@@ -48,7 +48,7 @@ def step(blocks: int, tries: int, compute: str = "fp32") -> tuple[float, float]:
     from normscale.probes.activations import Activations
     from normscale.probes.gradients import Gradients
     from normscale.tracking.spool import SpoolWriter
-    from normscale.train.engine import Engine
+    from normscale.train.engines.plain import PlainEngine
     from normscale.train.loop import Trainer
     from normscale.train.observe import subject_of
 
@@ -59,7 +59,7 @@ def step(blocks: int, tries: int, compute: str = "fp32") -> tuple[float, float]:
         probes={"every": 2},
         precision={"compute": compute},
     )
-    engine = Engine(build_model(config.model, 256, 0), config.precision, torch.device("cpu"))
+    engine = PlainEngine(build_model(config.model, 256, 0), config.precision, torch.device("cpu"))
     probes = [Activations(), Gradients()]
     for probe in probes:
         probe.attach(subject_of(engine))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from normscale.config.schema import RunConfig
 from normscale.data.task import MicroBatch
 from normscale.models.builder import build
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import Trainer
 
 VOCAB = 256
@@ -69,7 +69,7 @@ Step = Callable[[Tensor, Tensor], float]
 def ours(case: Case, compile: bool) -> Step:
     """Returns the step of the package's own trainer, as a run takes it between two measured steps."""
     config = case.config(compile)
-    trainer = Trainer(Engine(build(config.model, VOCAB, 0), config.precision, torch.device("cpu")), config, [])
+    trainer = Trainer(PlainEngine(build(config.model, VOCAB, 0), config.precision, torch.device("cpu")), config, [])
 
     class Silent:
         def metrics(self, *_: Any) -> None: ...

@@ -31,7 +31,8 @@ from normscale.config.schema import RunConfig
 from normscale.data.task import load_task
 from normscale.models.builder import build
 from normscale.tracking.spool import SpoolWriter
-from normscale.train.engine import make_engine, world_size
+from normscale.train.engines.make import make_engine
+from normscale.train.engines.ranks import world_size
 from normscale.train.loop import Trainer, summed_loss
 from normscale.train.session import Session, Silent
 
@@ -122,7 +123,7 @@ class Bench:
     def __init__(self, cell: Cell, folder: Path) -> None:
         config = cell.config()
         task = load_task(config)
-        self.engine = make_engine(build(config.model, task.vocab, 0), config.precision)
+        self.engine = make_engine(build(config.model, task.vocab, 0), config)
         self.session = Session(config, task, self.engine)
         self.trainer: Trainer = self.session.trainer
         self.recorder: Any = SpoolWriter(folder, 1) if self.engine.rank == 0 else Silent()
@@ -139,14 +140,14 @@ class Bench:
         """A step that nothing looks at."""
         engine = self.engine
         count = engine.count(sum(batch.n_targets for batch in self.window))
-        engine.flat.zero_grad()
+        engine.zero_grad()
         for i, batch in enumerate(self.window):
             batch = batch.to(engine.device)
             with engine.micro_batch(last=i == len(self.window) - 1):
                 with engine.autocast():
                     logits = engine.model(batch.tokens_BT, None, **batch.beside)
                 loss = summed_loss(logits, batch.targets_BT)
-                torch.autograd.backward(loss * (engine.world / count))
+                engine.backward(loss * (engine.world / count))
         self.trainer.optimizer.step()
 
     def stepped(self, measured: bool) -> None:
@@ -156,11 +157,11 @@ class Bench:
 
     def alone(self, tries: int = 200) -> float:
         """Returns the seconds of a step's always-on code: what the trainer does beside the bare step, by itself."""
-        trainer, engine, flat = self.trainer, self.engine, self.engine.flat
+        trainer, engine = self.trainer, self.engine
         total = torch.zeros((), device=engine.device)
         begun = clock(engine.device)
         for i in range(tries):
-            loss, norm = torch.stack([engine.sum(total), flat.grad_norm()]).tolist()
+            loss, norm = engine.loss_and_norm(total, 1)
             trainer.spikes.add(3.0 + i % 7 + loss)
             trainer.grad_spikes.add(1.0 + i % 5 + norm)
             trainer.provenance.begin()

@@ -6,6 +6,7 @@ waited for by the other.
 """
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -18,7 +19,8 @@ from types import FrameType
 from normscale.claims.claim import Cell, Claim, ProfileName, run_config
 from normscale.claims.cost import Cost, Device, fitted, from_finished, hours
 from normscale.claims.discover import list_claims, select
-from normscale.claims.manifest import outcomes_of, record_of, write_manifest
+from normscale.claims.manifest import cells_of, outcomes_of, record_of, write_manifest
+from normscale.claims.parts import Part, leased, refuse_while_leased
 from normscale.claims.progress import RunsProgress, time_left
 from normscale.claims.report import Written, writable, write_report
 from normscale.claims.workers import Job, Pool, cores
@@ -27,6 +29,8 @@ from normscale.config.schema import RunConfig, TrackingConfig
 from normscale.errors import BadInput
 from normscale.progress import duration
 from normscale.tracking.sink_process import Sink, links, ui_words
+
+Configs = Sequence[tuple[Claim, list[tuple[Cell, RunConfig]]]]
 
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
@@ -51,8 +55,12 @@ def run_claims(
     uri: str | None,
     workers: int | None = None,
     reports: Path = Path("reports"),
+    part: Part | None = None,
 ) -> int:
     """Runs, judges and reports claims (`core`: all core claims); returns 0 when every run has a result, else 1.
+
+    With `part`, its share of the runs alone: no verdict, no report, nothing sent to MLflow. When every part has ended,
+    a start without one finds their runs done, and judges.
 
     What the results say does not change the code: a refuted claim is a success. The report also shows the other
     claims of the checkout, from what is stored of them, but a smoke report does not.
@@ -69,10 +77,14 @@ def run_claims(
     configs = [
         (claim, [(cell, run_config(claim, cell, str(runs), uri)) for cell in claim.cells(profile)]) for claim in claims
     ]
+    asked = [claim.id for claim in claims]
+    if part is not None:
+        return _run_part(configs, profile, runs, workers, part)
+    refuse_while_leased(runs, asked, profile)
     if profile == "smoke":  # reports/latest keeps its verdicts
         reports, listed = reports / "smoke", claims
     writable(reports)
-    print(f"{', '.join(claim.id for claim in claims)}: profile {profile}", flush=True)
+    print(f"{', '.join(asked)}: profile {profile}", flush=True)
     with _devices(profile), _sigterm():
         with _Sink(runs, uri) as sink:
             plans, jobs = _train(configs, profile, runs, workers)
@@ -80,17 +92,37 @@ def run_claims(
             for plan in plans:
                 _note(plan, profile, runs, written)
         lost = [job for job in jobs if job.outcome != "done"]
-        asked = [claim.id for claim in claims]
         print(f"\n{written.said(asked)}")
         for line in sink.links(claims, profile):
             print(line)
+    return _code(lost)
+
+
+def _run_part(configs: Configs, profile: ProfileName, runs: Path, workers: int | None, part: Part) -> int:
+    """Brings this part's runs to their ends; returns 0 when each has one, else 1."""
+    ids = [claim.id for claim, _ in configs]
+    with _devices(profile), _sigterm(), leased(runs, ids, profile, part):
+        print(f"{', '.join(ids)}: profile {profile}, part {part}", flush=True)
+        _, jobs = _train(configs, profile, runs, workers, part)
+    lost = [job for job in jobs if job.outcome != "done"]
+    if not lost:
+        command = shlex.join(["normscale", "claim", "run", *ids, "--profile", profile])
+        print(f"part {part} is done; when all parts are, this judges: {command}")
+    return _code(lost)
+
+
+def _code(lost: Sequence[Job]) -> int:
     for job in lost:
         print(f"normscale: no result: {job.name}: {job.note}", file=sys.stderr)
     return 1 if lost else 0
 
 
 def planned(
-    ids: Sequence[str], profile: ProfileName, runs: Path = Path("runs"), workers: int | None = None
+    ids: Sequence[str],
+    profile: ProfileName,
+    runs: Path = Path("runs"),
+    workers: int | None = None,
+    part: Part | None = None,
 ) -> list[str]:
     """Returns a line for each run that `run_claims` would start or find done: its claim, name and what sets it apart.
 
@@ -101,20 +133,26 @@ def planned(
     """
     lines, configs = [], []
     for claim in select(list(ids), list_claims()):
-        own = [(cell, run_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]
-        configs.append((claim, own))
-        for cell, config in own:
-            optim = config.train.optim
-            blocks = f"N={config.model.N} M={config.model.M}" if config.model.N else f"M={config.model.M}"
-            setting = f"scheme={config.model.scheme} {blocks} {optim.name} lr={optim.lr:g}"
-            lines.append(f"{claim.id}: {cell.name}: {setting} steps={config.train.steps} seed={config.seed}")
+        configs.append((claim, [(cell, run_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
     with _devices(profile):
         plans = [_plan(claim, own) for claim, own in configs]
-        jobs, done = _jobs(plans, runs)
+        jobs, done = _jobs(plans, runs, part)
+        mine = _runs_of(plans, part)
+    for plan in plans:
+        for cell, run_id in plan.cells:
+            if run_id in mine:
+                lines.append(f"{plan.claim.id}: {cell.name}: {_setting(plan.configs[run_id])}")
     device = _device(profile)
     cost = from_finished(runs, device) or (Cost() if device == "cpu" else None)
     price = _price(plans, jobs, done, cost, min(workers or _at_a_time(profile), max(1, len(jobs))))
-    return [*lines, *price, f"{len(lines)} runs in profile {profile}; nothing was started"]
+    cut = "" if part is None else f", part {part}"
+    return [*lines, *price, f"{len(lines)} runs in profile {profile}{cut}; nothing was started"]
+
+
+def _setting(config: RunConfig) -> str:
+    optim, model = config.train.optim, config.model
+    blocks = f"N={model.N} M={model.M}" if model.N else f"M={model.M}"
+    return f"scheme={model.scheme} {blocks} {optim.name} lr={optim.lr:g} steps={config.train.steps} seed={config.seed}"
 
 
 def _device(profile: ProfileName) -> Device:
@@ -145,27 +183,29 @@ def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | N
         own = [job for job in jobs if job.run_id in plan.configs]
         price = hours(sum(job.cost for job in own), cost.device)
         lines.append(f"  {plan.claim.id:<{width}}  {len(own):>3} of {len(plan.configs):>3} runs to do, {price}")
-    if sum(len(plan.configs) for plan in plans) > len(jobs) + done:
+    if sum(len(plan.configs) for plan in plans) > len(_runs_of(plans, None)):
         lines.append("  (runs that claims share are done once, and counted once in all)")
     return lines
 
 
 def _train(
-    configs: Sequence[tuple[Claim, list[tuple[Cell, RunConfig]]]], profile: ProfileName, runs: Path, workers: int | None
+    configs: Configs, profile: ProfileName, runs: Path, workers: int | None, part: Part | None = None
 ) -> tuple[list[Plan], list[Job]]:
-    """Brings every run of the claims to its end, as far as it has one."""
-    size = min(workers or _at_a_time(profile), sum(len(own) for _, own in configs))
+    """Brings every run of the claims, or of the part, to its end, as far as it has one."""
+    cells = sum(len(own) for _, own in configs)
+    size = min(workers or _at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
         plans = [_plan(claim, own) for claim, own in configs]
-        jobs, done = _jobs(plans, runs)
+        jobs, done = _jobs(plans, runs, part)
         for plan in plans:
-            _note(plan, profile, runs)
+            if part is None or cells_of(runs, plan.claim.id, profile) != plan.cells:  # parts leave a verdict alone
+                _note(plan, profile, runs)
         device = _device(profile)
         try:
             cost = from_finished(runs, device) or _trial(pool, jobs, device) if jobs else None
             print("\n".join(_price(plans, jobs, done, cost, pool.size)), flush=True)
             if jobs:
-                _drive(pool, jobs, plans, profile, runs)
+                _drive(pool, jobs, plans if part is None else [], profile, runs)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_kept(jobs, done, pool.running)) from None
     return plans, jobs
@@ -186,19 +226,29 @@ def _plan(claim: Claim, configs: list[tuple[Cell, RunConfig]]) -> Plan:
     return plan
 
 
-def _jobs(plans: Sequence[Plan], runs: Path) -> tuple[list[Job], int]:
-    """Returns the runs that have no end yet, each once, and the number of those that have."""
-    jobs: dict[str, Job] = {}
-    done = set()
+def _runs_of(plans: Sequence[Plan], part: Part | None) -> dict[str, RunConfig]:
+    """Returns the runs that the claims need, each once, or this part of them."""
+    runs: dict[str, RunConfig] = {}
     for plan in plans:
-        names = {run_id: cell.name for cell, run_id in plan.cells}
-        for run_id, config in plan.configs.items():
-            record = record_of(runs, run_id)
-            if record is not None and record.finished:
-                done.add(run_id)
-            else:
-                jobs.setdefault(run_id, Job(run_id, names[run_id], config))
-    return list(jobs.values()), len(done)
+        runs |= {run_id: config for run_id, config in plan.configs.items() if run_id not in runs}
+    mine = runs if part is None else part.share(list(runs.items()))
+    return {run_id: runs[run_id] for run_id in mine}
+
+
+def _jobs(plans: Sequence[Plan], runs: Path, part: Part | None = None) -> tuple[list[Job], int]:
+    """Returns the runs that have no end yet, each once, and the number of those that have."""
+    jobs: list[Job] = []
+    done = 0
+    names: dict[str, str] = {}
+    for plan in plans:
+        names = {run_id: cell.name for cell, run_id in plan.cells} | names
+    for run_id, config in _runs_of(plans, part).items():
+        record = record_of(runs, run_id)
+        if record is not None and record.finished:
+            done += 1
+        else:
+            jobs.append(Job(run_id, names[run_id], config))
+    return jobs, done
 
 
 def _trial(pool: Pool, jobs: Sequence[Job], device: Device) -> Cost | None:

@@ -2,8 +2,9 @@
 
 The order is: the configuration (its file, with `key=value` on top, which wins as it does for every key); then, where
 the configuration does not write `precision.compute`, the environment of `accelerate launch --mixed_precision` and the
-DeepSpeed configuration of its `--deepspeed_config_file`; then the default. No place overrules another: what is named
-twice must be the same.
+DeepSpeed configuration of its `--deepspeed_config_file`, or the one that `engine.json` names; then the default. No
+place overrules another: what is named twice must be the same. What else that JSON may say is compared in
+`config.deepspeed`.
 
 | configuration | environment | DeepSpeed | result |
 | --- | --- | --- | --- |
@@ -20,8 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from normscale.config import deepspeed_file
+from normscale.config.deepspeed import filled
 from normscale.config.load import Loaded, revise
-from normscale.config.schema import Compute, PrecisionConfig
+from normscale.config.precision import Compute, PrecisionConfig
 from normscale.config.sources import plain
 from normscale.errors import ConfigError, nearest
 
@@ -77,6 +80,8 @@ def agreed_compute(
 def settled(loaded: Loaded, environ: Mapping[str, str]) -> Loaded:
     """Returns the configuration with the compute precision that it, the environment and DeepSpeed's file agree on.
 
+    Of the file that `engine.json` names, all else that it alone says is taken, too.
+
     Raises:
         ConfigError: as `agreed_compute`; that file cannot be read; or the precision does not go with the rest.
     """
@@ -85,18 +90,31 @@ def settled(loaded: Loaded, environ: Mapping[str, str]) -> Loaded:
     if place is None and compute != PrecisionConfig().compute:  # a section that refers to another, say
         place = "the configuration"
     written = None if place is None else Said(compute, place)
-    path = environ.get(DEEPSPEED_VARIABLE, "")
-    if path in ("", "none"):
+    path, engine = environ.get(DEEPSPEED_VARIABLE, ""), loaded.config.engine
+    own = engine.json if engine.name == "deepspeed" else None
+    if own is not None:
+        _check_one_file(own, path)
+        with loaded.sources.placed():
+            agreed = agreed_compute(written, environ, deepspeed_file.read(own), plain(own, 200))
+    elif path in ("", "none"):
         agreed = agreed_compute(written, environ)
     else:
         agreed = agreed_compute(written, environ, _read_deepspeed(path), path)
     if agreed.compute == compute:
-        return loaded
+        return filled(loaded)
     try:
         config = revise(loaded.config, {KEY: agreed.compute})
     except ConfigError as error:
         raise ConfigError(f"{agreed.place}: {error}", error.key) from error
-    return Loaded(config, loaded.sources)
+    return filled(Loaded(config, loaded.sources))
+
+
+def _check_one_file(own: str, path: str) -> None:
+    if path not in ("", "none") and Path(path).absolute() != Path(own).absolute():
+        raise ConfigError(
+            f"engine.json: {plain(own, 200)} but {DEEPSPEED_VARIABLE}={plain(path, 200)} in the environment; give one "
+            "DeepSpeed configuration, in one place"
+        )
 
 
 def _read_deepspeed(path: str) -> dict[str, Any]:

@@ -7,11 +7,14 @@ A value that would silently do nothing (a momentum for AdamW, a floor for a cons
 is the default.
 """
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from normscale.config import deepspeed_file
+from normscale.config.engine import EngineConfig
+from normscale.config.precision import SCALED, PrecisionConfig
+from normscale.config.probes import ProbesConfig
 from normscale.config.values import (
     Count,
     CountOrZero,
@@ -30,7 +33,6 @@ from normscale.config.values import (
 )
 
 LEAST_NORMAL = 2.0**-126  # of fp32: below it kernels may flush to 0
-LARGEST_SCALE = 2.0**24  # of the loss: more helps nothing in fp16, nor does less than its inverse
 
 
 def _two_endings(value: Any) -> Any:
@@ -266,137 +268,6 @@ class TrainConfig(Section):
         return self
 
 
-Compute = Literal["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"]
-SCALED: tuple[Compute, ...] = ("fp16", "fp8_e4m3", "fp8_e5m2")  # gradients may underflow: the loss is scaled
-
-
-class LossScaleConfig(Section):
-    """The factor on the loss that keeps small gradients representable; for compute=fp16 and fp8."""
-
-    dynamic: Annotated[Flag, says("halve at an overflow, double after growth_steps without one")] = True
-    initial: Annotated[Positive, says("the scale to begin with")] = 65536.0
-    growth_steps: Annotated[Count, says("applied steps before the scale is doubled")] = 2000
-    minimum: Annotated[Positive, says("an overflow at this scale is the model's, not the scale's")] = 1.0
-
-    @model_validator(mode="after")
-    def _combinations(self) -> "LossScaleConfig":
-        for name in ("initial", "minimum"):
-            value, bound = getattr(self, name), LARGEST_SCALE
-            if not 1 / bound <= value <= bound:
-                raise conflict(
-                    f"{value:g} is not between 2**-24 and 2**24; give {max(1 / bound, min(bound, value)):.17g}",
-                    f"precision.loss_scale.{name}",
-                )
-            if math.frexp(value)[0] != 0.5:
-                near = 2.0 ** round(math.log2(value))
-                raise conflict(
-                    f"{value:g} is not a power of two, so that scaling would round; give {near:.17g}",
-                    f"precision.loss_scale.{name}",
-                )
-        for name in ("growth_steps", "minimum"):
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if not self.dynamic and value != default:
-                mend = "precision.loss_scale.dynamic=true"
-                raise unused(f"precision.loss_scale.{name}", value, "precision.loss_scale.dynamic=false", mend)
-        return self
-
-
-class PrecisionConfig(Section):
-    """What is computed and kept in what. An engine that cannot honour a value refuses it."""
-
-    compute: Annotated[
-        Compute, says("what products are computed in; on a CPU fp16 and fp8 are rounded to, not run natively")
-    ] = "fp32"
-    stream: Annotated[Literal["fp32", "bf16"], says("the residual stream between sublayers")] = "fp32"
-    params: Annotated[Literal["fp32", "bf16"], says("parameters, and with them the optimizer's state")] = "fp32"
-    reduce: Annotated[Literal["fp32", "bf16"], says("gradients on their way between ranks")] = "fp32"
-    softmax: Annotated[Literal["fp32", "compute"], says("the softmax inside attention")] = "fp32"
-    tf32: Annotated[Flag, says("fp32 products may be rounded to TF32 (CUDA only)")] = False
-    flush_denormals: Annotated[
-        Flag, says("denormal numbers become 0, from the process's start: vanished gradients read as zeros")
-    ] = False
-    loss_scale: LossScaleConfig = LossScaleConfig()
-
-    @model_validator(mode="after")
-    def _combinations(self) -> "PrecisionConfig":
-        if self.compute not in SCALED and self.loss_scale != LossScaleConfig():
-            key = next(k for k, v in self.loss_scale if v != getattr(LossScaleConfig(), k))
-            has = f"precision.compute={self.compute}"
-            raise unused(f"precision.loss_scale.{key}", getattr(self.loss_scale, key), has, "precision.compute=fp16")
-        if self.loss_scale.dynamic and self.loss_scale.minimum > self.loss_scale.initial:
-            raise conflict(
-                f"{self.loss_scale.minimum:g} is more than precision.loss_scale.initial={self.loss_scale.initial:g}",
-                "precision.loss_scale.minimum",
-                "precision.loss_scale.initial",
-            )
-        if self.tf32 and self.compute != "fp32":
-            raise unused("precision.tf32", True, f"precision.compute={self.compute}", "precision.compute=fp32")
-        if self.softmax == "compute" and self.compute == "fp32":
-            raise unused("precision.softmax", "compute", "precision.compute=fp32", "precision.compute=bf16")
-        return self
-
-
-class UpdateProbeConfig(Section):
-    """The model-update probe: where F(x, theta_t) - F(x, theta_0) is measured; no steps and no interval: nowhere."""
-
-    steps: Annotated[tuple[Count, ...], says("where the model update is measured, rising; []: nowhere")] = ()
-    every: Annotated[CountOrZero, says("steps between model updates, and one at the last; 0: at steps alone")] = 0
-    sequences: Annotated[Count, says("sequences of the fixed batch it is measured on")] = 4
-
-    @model_validator(mode="after")
-    def _combinations(self) -> "UpdateProbeConfig":
-        for before, after in zip(self.steps, self.steps[1:], strict=False):
-            if after <= before:
-                raise conflict(f"{after} comes after {before}; steps must rise", "probes.update.steps")
-        if not self.steps and not self.every and self.sequences != 4:
-            raise unused("probes.update.sequences", self.sequences, "probes.update.steps=[]", "probes.update.steps")
-        return self
-
-
-class EpsilonProbeConfig(Section):
-    """What epsilon does in every norm, and Adam's in every sublayer; it costs a forward pass over one batch."""
-
-    every: Annotated[CountOrZero, says("steps between measurements, and one at the last; 0: never")] = 0
-    rows: Annotated[Count, says("rows of each norm's input that are looked at, in fp64")] = 64
-
-    @model_validator(mode="after")
-    def _combinations(self) -> "EpsilonProbeConfig":
-        if not self.every and self.rows != 64:
-            raise unused("probes.epsilon.rows", self.rows, "probes.epsilon.every=0", "probes.epsilon.every")
-        return self
-
-
-Several = Annotated[Whole, Field(ge=2, le=10**6)]
-
-
-class SpikesConfig(Section):
-    """What counts as a spike of the loss and of the gradient norm."""
-
-    sigmas: Annotated[Positive, says("standard deviations from the mean of the steps before")] = 6.0
-    window: Annotated[Several, says("steps before that mean and deviation are taken over")] = 128
-
-
-class ProbesConfig(Section):
-    """What is measured, and how often. `every` is in steps; `profiles` adds the rows over depth."""
-
-    every: Annotated[Count, says("steps between records")] = 10
-    profiles: Annotated[Flag, says("record arrays over depth too")] = True
-    attention: Annotated[Flag, says("with profiles: largest logit and entropy of attention, on 16 queries")] = True
-    update: UpdateProbeConfig = UpdateProbeConfig()
-    epsilon: EpsilonProbeConfig = EpsilonProbeConfig()
-    spikes: SpikesConfig = SpikesConfig()
-    stalled: Annotated[Count, says("steps in a row that are not applied before an alarm is raised")] = 5
-    layers: Annotated[
-        Flag, says("at the end: how far each block turns the stream, and the held-out loss without it")
-    ] = False
-
-    @model_validator(mode="after")
-    def _combinations(self) -> "ProbesConfig":
-        if not self.profiles and not self.attention:
-            raise unused("probes.attention", False, "probes.profiles=false", "probes.profiles=true")
-        return self
-
-
 class CheckpointConfig(Section):
     """Complete states to go on from, in the run's folder. A run that was interrupted goes on from the newest."""
 
@@ -426,6 +297,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    engine: EngineConfig = EngineConfig()
     probes: ProbesConfig = ProbesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -482,9 +354,16 @@ class RunConfig(Section):
         return self.data.task or TASKS_OF[self.topology][0]
 
     def numerical(self) -> dict[str, Any]:
-        """Returns the part of the configuration that numbers depend on (no names, no places)."""
-        numbers = self.model_dump(mode="json", exclude={"name", "tracking", "checkpoint"})
+        """Returns the part of the configuration that numbers depend on (no names, no places).
+
+        Raises:
+            ConfigError: the DeepSpeed JSON that it names cannot be read.
+        """
+        left_out: Any = {"name": True, "tracking": True, "checkpoint": True, "engine": {"timeout_s"}}
+        numbers = self.model_dump(mode="json", exclude=left_out)
         numbers["data"]["task"] = self.task
+        if self.engine.json is not None:  # what it says, not where it lies
+            numbers["engine"]["json"] = deepspeed_file.read(self.engine.json)
         return numbers
 
 

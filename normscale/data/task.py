@@ -5,7 +5,7 @@ or copied, depends on the run's seed and the sample's number alone, so that rank
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -51,6 +51,11 @@ class MicroBatch(NamedTuple):
     def n_targets(self) -> int:
         """The number of targets that count."""
         return int((self.targets_BT != IGNORE).sum())
+
+    def parts(self, size: int) -> Iterator["MicroBatch"]:
+        """Yields the same in parts of at most `size` sequences."""
+        for start in range(0, len(self.tokens_BT), size):
+            yield MicroBatch(*(None if x is None else x[start : start + size] for x in self))  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Returns the same on a device."""

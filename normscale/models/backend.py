@@ -2,7 +2,7 @@
 
 import torch
 
-from normscale.config.schema import PrecisionConfig
+from normscale.config.precision import PrecisionConfig
 from normscale.models.plan import Plan
 from normscale.ops.backends import described, joined, would_run
 from normscale.ops.products import FORMATS

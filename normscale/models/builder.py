@@ -1,5 +1,6 @@
 """From a configuration to a model."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from normscale.schemes.scheme import Side
 GRAPHS_A_STRUCTURE = 4  # plain and measured, each with and without gradients
 
 
-def build(config: ModelConfig, vocab: int, seed: int) -> Transformer:
+def build(config: ModelConfig, vocab: int, seed: int, only: Collection[tuple[Side, int]] | None = None) -> Transformer:
     """Returns the model on the CPU, in fp32, initialised from `seed`.
+
+    With `only` it has these blocks alone, each (side, number), as they are in the whole model: for what can be learned
+    of a deep model from a few of its blocks (see `normscale.plan`).
 
     Raises:
         ConfigError: as `resolve`.
@@ -35,6 +39,8 @@ def build(config: ModelConfig, vocab: int, seed: int) -> Transformer:
     streams = _streams(plan, ends, source_ends)
     blocks: dict[tuple[str, int], dict[str, Sublayer]] = {}
     for site in depth.sites():
+        if only is not None and (site.side, site.block) not in only:
+            continue
         own = Own(site.kind, scheme.own(depth, site, make))
         sublayer = Sublayer(scheme, site, own, _branch(plan, site, make), config.dropout, streams)
         blocks.setdefault((site.side, site.block), {})[site.kind] = sublayer

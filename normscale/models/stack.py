@@ -159,8 +159,9 @@ class Transformer(nn.Module):
 
         Shape: arguments as in `features`; result [B, T, V].
         """
-        x_BTD = self.features(
-            tokens_BT, to, source_BS=source_BS, source_keep_BS=source_keep_BS, segments_BT=segments_BT, skip=skip
+        # Not `self.features`: an engine may have put its own around that one, for calls that do not come through here.
+        x_BTD = Transformer.features(
+            self, tokens_BT, to, source_BS=source_BS, source_keep_BS=source_keep_BS, segments_BT=segments_BT, skip=skip
         )
         logits_BTV = self.products.linear(x_BTD, self.token if self.logits is None else self.logits, None)
         return logits_BTV * self.ends.tensor("logit_scale") if self.ends.has("logit_scale") else logits_BTV

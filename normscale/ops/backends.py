@@ -140,6 +140,7 @@ REASONS: dict[str, Callable[[Case], str | None]] = {"triton": _triton, "liger": 
 """By backend: why it cannot run a case, None where it can."""
 
 _NOTES: set[str] | None = None
+_COUNTED_AS: str | None = None
 
 
 def choose(
@@ -161,7 +162,7 @@ def choose(
         BackendError: the named backend cannot run it.
     """
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    chosen, reason = would_run(backend, op, spec, x.shape[-1], dtype, x.device.type, gamma, bias)
+    chosen, reason = would_run(backend, op, spec, x.shape[-1], dtype, _COUNTED_AS or x.device.type, gamma, bias)
     if _NOTES is not None:
         _NOTES.add(described(chosen, reason))
     return chosen
@@ -226,6 +227,17 @@ def noted() -> Iterator[set[str]]:
         yield notes
     finally:
         _NOTES = before
+
+
+@contextmanager
+def counted_as(device: str) -> Iterator[None]:
+    """Lets `choose` take every tensor for one on a device of this kind: for passes on tensors without values."""
+    global _COUNTED_AS
+    before, _COUNTED_AS = _COUNTED_AS, device
+    try:
+        yield
+    finally:
+        _COUNTED_AS = before
 
 
 def _device(device: str) -> str:

@@ -40,12 +40,10 @@ class AdamEpsilon(Probe):
         assert subject.parameters is not None
         self.device, self.sites = subject.device, len(subject.sites)
         self.split, self.runs = subject.parameters.split, SiteSquares(subject.parameters).runs
-        self.entries, self.padding = np.zeros(self.sites), np.zeros(self.sites)
-        for site, both in enumerate(subject.parameters.sites):
-            for spans in both:
-                own = sum(stop - start for start, stop in spans)
-                self.entries[site] += own
-                self.padding[site] += spans[-1][1] - spans[0][0] - own if spans else 0
+        self.combined = subject.combined
+        taken = [sum(s[-1][1] - s[0][0] for s in both if s) for both in subject.parameters.sites]
+        self.held = torch.tensor(subject.parameters.held, dtype=torch.float64)
+        self.padding = torch.tensor(taken, dtype=torch.float64) - self.held  # whose moments are 0
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -62,30 +60,30 @@ class AdamEpsilon(Probe):
                 self.sums = self._sums(self.optimizer)
 
     def hand_over(self) -> Mapping[str, Hand]:
-        return {} if self.sums is None else {"sums": Hand(self.sums, "first")}
+        return {} if self.sums is None else {"sums": Hand(self.sums, self.combined)}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         self.stopwatch.settle()
         if "sums" not in values or np.isnan(values["sums"]).all():  # no step was applied yet
             return Reading()
-        below, made, whole = values["sums"].reshape(self.sites, 3).T
-        below = below - self.padding  # whose moments are 0
+        below, made, whole, entries = values["sums"].reshape(self.sites, 4).T
         with np.errstate(divide="ignore", invalid="ignore"):
             taken = np.where(whole > 0, 1 - made / whole, np.nan)
-        profiles = {"adam_eps_share": below / self.entries, "adam_eps_taken": taken}
-        return Reading({"adam_eps_share": float(below.sum() / self.entries.sum())}, profiles)
+        profiles = {"adam_eps_share": below / entries, "adam_eps_taken": taken}
+        return Reading({"adam_eps_share": float(below.sum() / entries.sum())}, profiles)
 
     def _sums(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Returns, for each site, the entries below eps and the two sums of steps; NaN before the first step.
+        """Returns, for each site, the entries below eps, the two sums of steps, and all entries; NaN before any step.
 
-        Shape: result [sites, 3] fp64.
+        Shape: result [sites, 4] fp64.
         """
-        sums = torch.full((self.sites, 3), torch.nan, dtype=torch.float64, device=self.device)
+        sums = torch.full((self.sites, 4), torch.nan, dtype=torch.float64, device=self.device)
         groups = optimizer.param_groups
         states = [optimizer.state.get(group["params"][0], {}) for group in groups]
         if any("exp_avg_sq" not in state for state in states):
             return sums
         sums.zero_()
+        sums[:, 0], sums[:, 3] = -self.padding, self.held
         edges = []
         for group, state in zip(groups, states, strict=True):
             correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"], dtype=torch.float64)
@@ -99,7 +97,7 @@ class AdamEpsilon(Probe):
                 made = size / (root + edges[which])
                 whole = (size / root).nan_to_num_(0.0, 0.0)  # where v is 0, eps alone has made the step: it is left out
                 found = ((root < edges[which]).sum(1).double(), made.sum(1).double(), whole.sum(1).double())
-                sums.index_add_(0, sites, torch.stack(found, dim=1))
+                sums[:, :3].index_add_(0, sites, torch.stack(found, dim=1))
         return sums
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normscale.probes.events import OUTSIDE, Call, Events, Who
-from normscale.probes.names import plain_name
+from normscale.probes.names import kind_of, plain_name
 from normscale.probes.walk import counted
 
 REFUSED = (
@@ -49,7 +49,7 @@ class Backward:
 
     def wanted(self) -> list[nn.Parameter]:
         """Returns the parameters to differentiate by: those that modules had when they were called, and the others."""
-        kinds = {plain_name(name): type(module).__name__ for name, module in self.model.named_modules()}
+        kinds = {plain_name(name): kind_of(module) for name, module in self.model.named_modules()}
         for name, p in self.model.named_parameters():
             owner, _, local = plain_name(name).rpartition(".")
             self.watch_parameter(p, (owner, kinds.get(owner, "")), local)
@@ -150,7 +150,7 @@ class Backward:
             self.refused = REFUSED
             return False
         names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
-        kinds = {plain_name(name): type(module).__name__ for name, module in self.model.named_modules()}
+        kinds = {plain_name(name): kind_of(module) for name, module in self.model.named_modules()}
         for p, gradient in zip(reversed(parameters), reversed(gradients), strict=True):
             counts = None if gradient is None else counted(gradient)
             if counts is not None:

@@ -35,6 +35,7 @@ class Gradients(Probe):
 
     def attach(self, subject: Subject) -> None:
         self.measure, self.measure_last_out = subject.gradient_squares, subject.last_out_square
+        self.combined = subject.combined
         self.squares: Tensor | None = None
         self.last_out: Tensor | None = None
 
@@ -44,7 +45,7 @@ class Gradients(Probe):
 
     def hand_over(self) -> Mapping[str, Hand]:
         hands = {"squares": self.squares, "last_out": self.last_out}
-        return {name: Hand(values, "first") for name, values in hands.items() if values is not None}
+        return {name: Hand(values, self.combined) for name, values in hands.items() if values is not None}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         if "squares" not in values:

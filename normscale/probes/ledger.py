@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from normscale.probes.probe import Array, Hand, Probe, Reading, Span
+from normscale.probes.probe import Array, Hand, Parameters, Probe, Reading, Reduction, Span
 
 Reason = Literal["non-finite loss", "non-finite gradient", "norm overflow", "loss scale overflow"]
 
@@ -118,12 +118,14 @@ class Ledger(Probe):
         self,
         stalled: int,
         lr_due: Callable[[int], float] | None = None,
-        values: Tensor | None = None,
-        spans: Sequence[Span] = (),
+        parameters: Parameters | None = None,
+        combined: Reduction = "first",
     ) -> None:
-        """Takes the learning rate by applied step, and all parameters as one flat tensor with where each stands."""
-        self.stalled, self.lr_due, self.values = stalled, lr_due, values
-        self.sample = None if values is None else spread_over_entries(spans, SAMPLE).to(values.device)
+        """Takes the learning rate by applied step, the parameters, and how ranks combine what is summed over them."""
+        self.stalled, self.lr_due, self.parameters, self.combined = stalled, lr_due, parameters, combined
+        self.sample = None
+        if parameters is not None:
+            self.sample = spread_over_entries(parameters.spans, SAMPLE).to(parameters.device)
         self.in_a_row = self.applied = 0
         self.reasons: list[str] = []  # of the steps in a row, at most `stalled`
         self.pending: list[Entry] = []
@@ -164,19 +166,20 @@ class Ledger(Probe):
     def after_step(self, step: int) -> None:
         after = self._sampled()
         if after is not None and self.before is not None:
-            self.changed = (after != self.before).double().mean()
+            moved = (after != self.before).double()
+            self.changed = torch.stack([moved.sum(), moved.new_tensor(len(moved))])
             self.before = None
 
     def hand_over(self) -> Mapping[str, Hand]:
         hands = {}
         if self.changed is not None:
-            hands["changed"] = Hand(self.changed, "first")
+            hands["changed"] = Hand(self.changed, self.combined)
         if self.optimizer is not None:
             hands["steps"] = Hand(self._optimizer_steps(self.optimizer), "first")
         return hands
 
     def read(self, values: Mapping[str, Array]) -> Reading:
-        found = {name: float(array[0]) for name, array in values.items()}
+        found = {name: float(array[0] / array[1] if name == "changed" else array[0]) for name, array in values.items()}
         scalars = {"changed": found["changed"]} if "changed" in found else {}
         if self.last is None:
             return Reading(scalars)
@@ -207,11 +210,11 @@ class Ledger(Probe):
         self.pending = [Entry(**row) for row in state["pending"]]
 
     def _sampled(self) -> Tensor | None:
-        return None if self.values is None else self.values[self.sample]
+        return None if self.parameters is None else self.parameters.values()[self.sample]
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Returns how many steps the optimizer counts, NaN where it counts none; 0-d, where the parameters are."""
-        device = torch.device("cpu") if self.values is None else self.values.device
+        device = torch.device("cpu") if self.parameters is None else self.parameters.device
         states = [optimizer.state.get(group["params"][0], {}) for group in optimizer.param_groups[:1]]
         if states and "step" in states[0]:
             return torch.as_tensor(states[0]["step"], dtype=torch.float64).to(device, non_blocking=True)
@@ -233,6 +236,6 @@ def spread_over_entries(spans: Sequence[Span], most: int) -> Tensor:
     sizes = torch.tensor([stop - start for start, stop in spans])
     ends = sizes.cumsum(0)
     total = int(ends[-1])
-    places = torch.arange(min(total, most)) * total // min(total, most)
+    places = torch.arange(min(total, most)) * total // max(1, min(total, most))
     owner = torch.searchsorted(ends, places, right=True)
     return starts[owner] + places - (ends[owner] - sizes[owner])

@@ -27,17 +27,24 @@ SeeNorm = Callable[[str, Norm, Tensor], None]
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters as one flat buffer.
+    """The parameters that this rank holds, as one flat buffer.
 
     Attributes:
-        values: all of them, as they are [total]; between parameters there may be padding, which stays zero.
-        sites: (start, stop) of the parameters of each site's sublayer: those before `split`, and those after.
+        values: () -> all of them, as they are [total]; within and between places there may be padding, which stays
+            zero.
+        device: where they are.
+        sites: (start, stop) of the places of each site's sublayer's parameters: those before `split`, and those after.
         split: where the optimizer's second tensor begins (it has two: matrices, then vectors).
+        held: entries of each site, without padding.
+        spans: (start, stop) of the entries of every parameter, ends of the model included; they may be empty.
     """
 
-    values: Tensor
+    values: Callable[[], Tensor]
+    device: torch.device
     sites: Sequence[tuple[Sequence[Span], Sequence[Span]]]
     split: int
+    held: Sequence[int]
+    spans: Sequence[Span]
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ class Subject:
         loss: inputs, targets and a block to pass over (None: none) -> held-out loss per target, a 0-d tensor.
         see_norms: inputs, and what is called with every norm's input, in the order norms run: eagerly, in evaluation
             mode and without gradients, whatever training runs on.
-        parameters: the flat buffers that are trained.
+        parameters: what is trained.
+        combined: how ranks combine what is summed over parameters or their gradients: "sum" where each holds a part.
         sums: whether every site has a sum z = alpha * residual + branch of its own (see `ops.statistics.Buffers`).
         largest: the largest number of what products are computed in, which branches are.
         largest_stream: the largest number that the stream may hold: of its own format, and of the products' where
@@ -78,6 +86,7 @@ class Subject:
     loss: Callable[[Mapping[str, Tensor], Tensor, int | None], Tensor] | None = None
     see_norms: Callable[[Mapping[str, Tensor], SeeNorm], None] | None = None
     parameters: Parameters | None = None
+    combined: Reduction = "first"
     sums: bool = False
     largest: float = torch.finfo(torch.float32).max
     largest_stream: float = torch.finfo(torch.float32).max

@@ -52,7 +52,7 @@ class SiteSquares:
         self.runs = []
         for start, length, stride, sites in _runs(stretches):
             lines, width, step = _sample(length, share)
-            index = torch.tensor(sites, device=parameters.values.device)
+            index = torch.tensor(sites, device=parameters.device)
             self.runs.append(Run(start, length, stride, index, lines, width, step, length / (lines * width)))
 
     def __call__(self, flat: Tensor) -> Tensor:

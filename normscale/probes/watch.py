@@ -17,7 +17,7 @@ from normscale.probes.backward import Backward
 from normscale.probes.culprit import LOSS, MOST_PROPAGATORS, Culprit
 from normscale.probes.events import OUTSIDE, Call, Events
 from normscale.probes.mend import Mends, mended, own_mended, own_tensors
-from normscale.probes.names import names_of
+from normscale.probes.names import kind_of, names_of
 from normscale.probes.walk import Counts, counted, leaves, mapped
 
 LossOf = Callable[[Any], Tensor]
@@ -48,7 +48,7 @@ class Watch:
     def __init__(self, model: nn.Module, micro_batch: int, mends: Mends | None = None) -> None:
         self.model, self.mends = model, Mends() if mends is None else mends
         self.names = names_of(model)
-        self._kinds = {name: type(module).__name__ for module, name in self.names.items()}  # a wrapper comes first
+        self._kinds = {name: kind_of(module) for module, name in self.names.items()}  # a wrapper comes first
         self.failed, self.trouble = False, ""
         self.events = Events(micro_batch)
         self.backward = Backward(model, self.events, self._guarded)

@@ -25,7 +25,7 @@ class WeightUpdates(Probe):
     def attach(self, subject: Subject) -> None:
         assert subject.parameters is not None
         self.values, self.squares = subject.parameters.values, SiteSquares(subject.parameters, ENTRIES)
-        self.sites = len(subject.sites)
+        self.sites, self.combined = len(subject.sites), subject.combined
         self.before: list[Tensor] | None = None
         self.sums: Tensor | None = None
 
@@ -33,18 +33,19 @@ class WeightUpdates(Probe):
         self.before = self.sums = None
 
     def after_backward(self) -> None:
-        self.before = [part.detach().clone() for part in self.squares.parts(self.values)]
+        self.before = [part.detach().clone() for part in self.squares.parts(self.values())]
 
     def after_step(self, step: int) -> None:
         if self.before is not None:
             with torch.no_grad():
                 lengths = self.squares.sums(self.before)
-                moved = [old.sub_(new) for old, new in zip(self.before, self.squares.parts(self.values), strict=True)]
+                after = self.squares.parts(self.values())
+                moved = [old.sub_(new) for old, new in zip(self.before, after, strict=True)]
                 self.sums = torch.cat([self.squares.sums(moved), lengths])
         self.before = None
 
     def hand_over(self) -> Mapping[str, Hand]:
-        return {} if self.sums is None else {"sums": Hand(self.sums, "first")}
+        return {} if self.sums is None else {"sums": Hand(self.sums, self.combined)}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         if "sums" not in values:

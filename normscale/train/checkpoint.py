@@ -2,14 +2,16 @@
 
     checkpoints/step-00000120/
         rank0.safetensors   what all ranks share (weights, optimizer state, ...) and what is rank 0's own
-        rank1.safetensors   what is rank 1's own (its random state), and so on for each rank
+        rank1.safetensors   what is rank 1's own (its random state, its part of what is sharded), and so on
         index.json          format, identity, step, ranks, plain values; of each file its size, hash and tensors
         complete            the hash of index.json, written last
+
+Where the engine shards the weights, each rank's file has its own part of them and of the optimizer's state: of every
+parameter the entries that the rank holds, a stretch of the flattened whole in the order of ranks (see `wholes`).
 
 All is written in a folder with the ending .part, which gets its name when every rank has written. What is found later
 is used only if it is complete, unchanged, of this very run and of the shapes of the model at hand; else it is passed
 over.
-An engine that shards weights would list a shard in each rank's file; that is another format, with another number.
 """
 
 import errno
@@ -31,16 +33,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from normscale.tracking.files import read_regular
-from normscale.train.engine import Engine
+from normscale.train.engines.engine import Engine
 
-FORMAT = 1
+FORMAT = 2  # 1: without the engine's name, and before there were parts of weights
 FOLDER, INDEX, COMPLETE = "checkpoints", "index.json", "complete"
 PART = ".part"
 OWN = "own"
 
 State = Mapping[str, Any]
-"""Nested dicts of tensors and plain values (what JSON holds; floats may be NaN or infinite). What stands under `own`
-is this rank's and holds tensors only; all else is the same on every rank."""
+"""Nested dicts of tensors and plain values (what JSON holds; floats may be NaN or infinite). What stands below a key
+`own` is this rank's and holds tensors only; all else is the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,10 @@ class Checkpoints:
         part = self.root / (self.path(step).name + PART)
         tensors, plain = split(state)
         if self.engine.rank:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{OWN}/")}
+            tensors = {name: tensor for name, tensor in tensors.items() if _own(name)}
         index = {"format": FORMAT, "identity": self.identity, "run": self.root.parent.name, "step": step}
-        index |= {"records": [*self._records, (attempt, last)], "world": self.engine.world, "plain": _strict(plain)}
+        index |= {"records": [*self._records, (attempt, last)], "world": self.engine.world}
+        index |= {"engine": self.engine.name, "plain": _strict(plain)}
 
         def prepare() -> None:
             if os.path.lexists(self.root) and not self.root.is_dir():
@@ -199,7 +202,7 @@ class Checkpoints:
             self._check_origin(index, step, reached)
             tensors = tensors_of(path, index, rank=0)
             if self.engine.rank:
-                tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{OWN}/")}
+                tensors = {name: tensor for name, tensor in tensors.items() if not _own(name)}
                 tensors |= tensors_of(path, index, self.engine.rank)
             records = tuple((attempt, last) for attempt, last in index["records"])
             return Found(path, step, join(tensors, index["plain"]), records)
@@ -301,6 +304,26 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def wholes(path: Path, index: Mapping[str, Any], section: str) -> dict[str, Tensor]:
+    """Returns the weights below a section ("trainer"), whole, by name, from the parts of all ranks if need be.
+
+    Raises:
+        Unusable: a file is not what was written.
+    """
+    prefix, own = f"{section}/model/", f"{section}/{OWN}/model/"
+    shapes = index["plain"][section].get("shapes", {})
+    files = [tensors_of(path, index, rank) for rank in range(index["world"] if shapes else 1)]
+    found = {name.removeprefix(prefix): x for name, x in files[0].items() if name.startswith(prefix)}
+    for name, shape in shapes.items():
+        found[name] = torch.cat([tensors[own + name] for tensors in files]).view(shape)
+    return found
+
+
+def _own(path: str) -> bool:
+    """Tells whether a tensor is one rank's alone."""
+    return OWN in path.split("/")[:-1]
 
 
 def _check_fit(found: State, wanted: State, late: Mapping[str, Tensor]) -> None:

@@ -33,6 +33,12 @@ class FlatParameters:
     Call it after the model stands on its device and before it is wrapped; `zero_grad` must go through it, since a
     gradient set to None would leave the buffer.
 
+    Attributes:
+        names: those of the parameters, in model order.
+        spans: where the entries of each are, by name, as (start, stop), in the order they stand in.
+        slots: what is set aside for each: its span, and zeros where there are fewer entries here than on other ranks.
+        split: where vectors begin.
+
     Shape: values, grads [total]; padding between parameters stays zero.
     """
 
@@ -40,21 +46,35 @@ class FlatParameters:
         in_model_order = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in in_model_order]
         named = sorted(in_model_order, key=lambda entry: entry[1].dim() < 2)  # stable: model order within each group
+        self.parameters = [p for _, p in named]
         self.spans: dict[str, tuple[int, int]] = {}
-        end = 0
+        self.slots: dict[str, tuple[int, int]] = {}
+        end = self.split = 0
         for name, p in named:
-            self.spans[name] = (end, end + p.numel())
-            end += _padded(p)
-        self.split = sum(_padded(p) for _, p in named if p.dim() >= 2)
+            slot, held = self._sizes(p)
+            self.slots[name], self.spans[name] = (end, end + slot), (end, end + held)
+            end += -(-slot // ALIGN) * ALIGN
+            self.split = end if p.dim() >= 2 else self.split
         first = named[0][1]
         self.values = torch.zeros(end, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros_like(self.values)
         for name, p in named:
-            start, stop = self.spans[name]
-            self.values[start:stop].view_as(p).copy_(p.detach())
-            p.data = self.values[start:stop].view_as(p)
-            p.grad = self.grads[start:stop].view_as(p)
-        self.parameters = [p for _, p in named]
+            self._move(p, *self.slots[name])
+
+    def _sizes(self, p: nn.Parameter) -> tuple[int, int]:
+        """Returns the entries that are set aside for a parameter, and those of them that it has here."""
+        return p.numel(), p.numel()
+
+    def _move(self, p: nn.Parameter, start: int, stop: int) -> None:
+        """Moves a parameter to its place, and gives it a gradient of zero in the other buffer."""
+        self.values[start:stop].view_as(p).copy_(p.detach())
+        p.data = self.values[start:stop].view_as(p)
+        p.grad = self.grads[start:stop].view_as(p)
+
+    def places(self, names: Sequence[str]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Returns what is set aside for some parameters: for those of them that are matrices, and vectors, rising."""
+        slots = sorted(self.slots[name] for name in names)
+        return [slot for slot in slots if slot[0] < self.split], [slot for slot in slots if slot[0] >= self.split]
 
     def leaves(self) -> tuple[nn.Parameter, nn.Parameter]:
         """Returns the matrices and the vectors as two parameters for an optimizer, sharing values and gradients."""
@@ -110,7 +130,3 @@ class FlatParameters:
                 counts = (torch.isnan(grad), torch.isposinf(grad), torch.isneginf(grad))
                 faults.append(Fault(name, *(int(c.sum()) for c in counts)))
         return faults
-
-
-def _padded(p: Tensor) -> int:
-    return -(-p.numel() // ALIGN) * ALIGN

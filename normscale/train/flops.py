@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from normscale.config.schema import Compute, ModelConfig
+from normscale.config.precision import Compute
+from normscale.config.schema import ModelConfig
 from normscale.models.feedforward import GATED, default_ffn_width
 
 FORWARD_BACKWARD = 3  # backward is two products for each one forward

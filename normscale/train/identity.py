@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 import normscale
+from normscale.config import deepspeed_file
 from normscale.config.schema import RunConfig
 from normscale.data.task import load_task
 from normscale.models.backend import norm_backend
 from normscale.models.plan import resolve
-from normscale.train.engine import device_kind, world_size
+from normscale.train.engines.ranks import device_kind, world_size
 
 NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "probes", "train")
 
@@ -33,12 +34,15 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def identity(config: RunConfig) -> dict[str, Any]:
+def identity(config: RunConfig, world: int | None = None, threads: int | None = None) -> dict[str, Any]:
     """Returns everything that the numbers of a run depend on, with its hash.
 
-    The data count by their bytes, not by where they lie; options count as they are, not by whether they were written.
+    The data count by their bytes, not by where they lie; options count as they are, not by whether they were written;
+    an engine as what it comes to on so many ranks. It is that of this process, or as if it had been started with
+    `world` ranks of so many `threads`.
 
     Raises:
+        ConfigError: DeepSpeed's own configuration cannot be read.
         DataError: the corpus cannot be read.
         BackendError: the norms cannot run on what `model.backend` names.
     """
@@ -47,6 +51,10 @@ def identity(config: RunConfig) -> dict[str, Any]:
     places = {"source", "languages", "held_out_source", "field", "max_bytes", "held_out"}
     numerical["data"] = {name: value for name, value in numerical["data"].items() if name not in places}
     numerical["model"] = plan.numerical()
+    world = world_size() if world is None else world
+    numerical["engine"]["name"] = config.engine.meant(world)
+    if config.engine.json is not None:  # its content counts, not where it lies
+        numerical["engine"]["json"] = deepspeed_file.read(config.engine.json)
     cuda = device_kind() == "cuda"
     backend = norm_backend(plan, config.precision, device_kind())
     parts = {
@@ -54,8 +62,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
         "data_digest": load_task(config).digest,
         "device": device_kind(),
         "device_name": torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "world": world_size(),
+        "threads": torch.get_num_threads() if threads is None else threads,
+        "world": world,
         "precision": config.precision.compute,
         "norms": backend if backend.startswith("eager") else f"{backend}, triton {_version('triton')}",
         "sources": sources_hash(),
@@ -65,14 +73,20 @@ def identity(config: RunConfig) -> dict[str, Any]:
     return {"hash": hashlib.sha256(text.encode()).hexdigest(), **{k: v for k, v in parts.items() if k != "config"}}
 
 
-def run_id_of(config: RunConfig) -> str:
+def run_id_of(config: RunConfig, world: int | None = None, threads: int | None = None) -> str:
     """Returns the name of the run's folder, the same on every rank and for every start of the same run.
+
+    With `world` and `threads`, that of the same run with other ranks.
 
     Raises:
         DataError: the corpus cannot be read.
     """
-    blocks = config.model.N + config.model.M
-    return f"{config.model.scheme}-L{blocks:04d}-s{config.seed}-{identity(config)['hash'][:10]}"
+    return f"{named_before_hash(config)}-{identity(config, world, threads)['hash'][:10]}"
+
+
+def named_before_hash(config: RunConfig) -> str:
+    """Returns how the names of all runs begin that share scheme, depth and seed with this one."""
+    return f"{config.model.scheme}-L{config.model.N + config.model.M:04d}-s{config.seed}"
 
 
 @functools.cache

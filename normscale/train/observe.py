@@ -1,6 +1,6 @@
 """What may be seen of a model on its engine: by the probes, and of its precision."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -8,28 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from normscale.data.task import IGNORE, MicroBatch
-from normscale.models.init import weights
 from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
 from normscale.norms import Norm, set_backend
 from normscale.ops.backends import joined, noted
 from normscale.ops.handles import Opening
 from normscale.ops.products import Rounded
-from normscale.probes.probe import Parameters, SeeNorm, Span, Subject
+from normscale.probes.probe import SeeNorm, Subject
 from normscale.probes.segments import SiteSquares
-from normscale.schemes import Role, Scheme
+from normscale.schemes import Scheme
 from normscale.train.denormals import flushed
-from normscale.train.engine import DTYPES, Engine
-from normscale.train.flat import FlatParameters
+from normscale.train.engines.engine import Engine
+from normscale.train.engines.precision import DTYPES
 from normscale.train.loop import summed_loss
 
 
 def subject_of(engine: Engine) -> Subject:
     """Returns what the probes may look at of a model on its engine."""
-    model, flat = engine.inner, engine.flat
-    parameters = Parameters(flat.values, [_spans(flat, names) for names in model.site_parameters()], flat.split)
+    model, parameters, last_out = engine.inner, engine.parameters(), engine.output_matrix()
     squares = SiteSquares(parameters)
-    last_out = [weight.name for weight in weights(model) if weight.role == Role("ffn", "out")][-1:]
 
     def features(inputs: Mapping[str, Tensor]) -> Tensor:
         with engine.aside() as quiet:
@@ -61,23 +58,18 @@ def subject_of(engine: Engine) -> Subject:
         width=model.d,
         device=engine.device,
         features=features,
-        gradient_squares=lambda: squares(flat.grads),
-        last_out_square=lambda: engine.flat.squares([last_out]),
+        gradient_squares=lambda: squares(engine.gradients()),
+        last_out_square=lambda: engine.squares([[last_out]]),
         streams_between=streams_between,
         loss=loss,
         see_norms=see_norms,
         parameters=parameters,
+        combined=engine.combined,
         sums=model.scheme.sums,
         largest=computed,
         largest_stream=min(kept, computed) if type(model.scheme).read is Scheme.read else kept,
         largest_sum=kept,
     )
-
-
-def _spans(flat: FlatParameters, names: Sequence[str]) -> tuple[list[Span], list[Span]]:
-    """Returns where some parameters stand, those of the matrices and those of the vectors, rising."""
-    spans = sorted(flat.spans[name] for name in names)
-    return [span for span in spans if span[0] < flat.split], [span for span in spans if span[0] >= flat.split]
 
 
 @contextmanager
@@ -128,9 +120,7 @@ def precision_seen(engine: Engine, batch: MicroBatch) -> dict[str, str]:
     finally:
         for hook in hooks:
             hook.remove()
-    seen["params"] = str(engine.flat.values.dtype).removeprefix("torch.")
-    seen["grads"] = str(engine.flat.grads.dtype).removeprefix("torch.")
-    seen["reduce"] = engine.reduced_in()
+    seen |= engine.dtypes()
     seen["softmax"] = "float32"
     if products.softmax == "compute":
         seen["softmax"] = products.in_attention.dtype if isinstance(products, Rounded) else seen["compute"]

@@ -1,6 +1,7 @@
 """Optimizers over flat parameters, and the learning rate as a function of applied steps."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,11 +12,24 @@ from normscale.train.flat import FlatParameters
 def build_optimizer(flat: FlatParameters, config: OptimConfig) -> torch.optim.Optimizer:
     """Returns the optimizer over two flat tensors: matrices with weight decay, vectors (norms, biases) without.
 
-    AdamW's decay is decoupled; SGD's is added to the gradient. Both are element-wise, so that running on a flat buffer
-    changes no number.
+    Both optimizers are element-wise, so that running on a flat buffer changes no number.
     """
     matrices, vectors = flat.leaves()
-    groups = [{"params": [matrices], "weight_decay": config.weight_decay}, {"params": [vectors], "weight_decay": 0.0}]
+    return optimizer_over([matrices], [vectors], config)
+
+
+def optimizer_over(
+    matrices: Sequence[torch.Tensor], vectors: Sequence[torch.Tensor], config: OptimConfig
+) -> torch.optim.Optimizer:
+    """Returns the optimizer over matrices with weight decay and vectors without; a group of nothing is left out.
+
+    AdamW's decay is decoupled; SGD's is added to the gradient.
+    """
+    both = (
+        {"params": list(matrices), "weight_decay": config.weight_decay},
+        {"params": list(vectors), "weight_decay": 0.0},
+    )
+    groups = [group for group in both if group["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

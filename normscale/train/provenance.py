@@ -15,11 +15,12 @@ from normscale.ops.statistics import Buffers
 from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers
 from normscale.probes.culprit import Culprit
+from normscale.probes.names import kind_of
 from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
 from normscale.probes.probe import Array
 from normscale.probes.replay import Kept, replay
 from normscale.probes.walk import Counts
-from normscale.train.engine import Engine
+from normscale.train.engines.engine import Engine
 from normscale.train.flat import Fault
 
 
@@ -108,10 +109,10 @@ class Provenance:
         `factor` is what the summed loss was multiplied by before its backward. The replay of this rank's micro-batches
         tells; where that is finite on every rank, the rows of a pass in evaluation mode, or the gradients, tell less.
         """
-        faults, refused = tried(self.engine.flat.faults), ""
+        faults, refused = tried(self.engine.faults), ""
         if math.isfinite(loss) and faults is not None and not faults:
-            entries = sum(p.numel() for p in self.engine.flat.parameters)
-            culprit = agree(Culprit.norm_overflow(entries, self.engine.device, type(self.engine.inner).__name__))
+            entries = sum(shape.numel() for shape in self.engine.shapes.values())
+            culprit = agree(Culprit.norm_overflow(entries, self.engine.device, kind_of(self.engine.inner)))
         else:
             own, refused = self._replayed(factor)
             culprit, faults = agree(own), faults or []
@@ -153,7 +154,7 @@ class Provenance:
             return self._summed_loss(batch.to(device)) * factor
 
         try:
-            return replay(self.engine.inner, self._kept, loss_of), ""
+            return replay(self.engine.inner, self._kept, loss_of, all_of_them=self.engine.gathers), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
 
@@ -161,16 +162,19 @@ class Provenance:
         """Returns the first site with a non-finite branch or stream on this rank, by a pass without dropout."""
         model, device = self.engine.inner, self.engine.device
         sites, per_site = len(self._sublayers), model.rows_per_site
+        found: Culprit | None = None
         with self.engine.aside() as quiet:
             for index, kept in enumerate(self._kept):
+                if found is not None and not self.engine.gathers:
+                    break
                 batch: MicroBatch = kept.batch.to(device)
                 to = Buffers(torch.zeros(sites * per_site, 3, device=device))
                 quiet(batch.tokens_BT, to, **batch.beside)
                 bad = to.rows[:, 2].nonzero()
-                if bad.numel():
+                if found is None and bad.numel():
                     row = int(bad[0])
-                    return self._at_row(row // per_site, row % per_site, to.rows[row], index)
-        return None
+                    found = self._at_row(row // per_site, row % per_site, to.rows[row], index)
+        return found
 
     def _at_row(self, site: int, part: int, row: Tensor, micro_batch: int) -> Culprit:
         name = self._sublayers[site] + ("" if part else ".branch")
@@ -179,7 +183,7 @@ class Provenance:
             "forward",
             Counts(count if nan else 0, 0 if nan else count, 0, 0),
             module=name,
-            type=type(self.engine.inner.get_submodule(name)).__name__,
+            type=kind_of(self.engine.inner.get_submodule(name)),
             tensor="output",
             device=self.engine.device,
             micro_batch=micro_batch,
@@ -198,12 +202,11 @@ class Provenance:
         summed = replayed and (self.engine.world > 1 or len(self._kept) > 1)
         compiled = any("forward" in vars(block) for block in self.engine.inner.blocks)
         module, _, local = fault.parameter.rpartition(".")
-        start, stop = self.engine.flat.spans[fault.parameter]
         return Culprit.found(
             "reduction" if summed and not compiled else "unknown",
-            Counts(fault.nan, fault.pos_inf, fault.neg_inf, stop - start),
+            Counts(fault.nan, fault.pos_inf, fault.neg_inf, self.engine.shapes[fault.parameter].numel()),
             module=module,
-            type=type(self.engine.inner.get_submodule(module)).__name__,
+            type=kind_of(self.engine.inner.get_submodule(module)),
             tensor=f"gradient of {local}",
             device=self.engine.device,
             reproduced=False,
@@ -231,7 +234,7 @@ class Provenance:
         if culprit is not None:
             local = culprit.tensor.removeprefix("gradient of ")
             name = f"{culprit.module}.{local}" if culprit.module else local
-            if name in self.engine.flat.spans and (culprit.phase == "parameter" or local != culprit.tensor):
+            if name in self.engine.shapes and (culprit.phase == "parameter" or local != culprit.tensor):
                 return name
         here = [fault.parameter for fault in faults if self._sites.get(fault.parameter, -1) == site >= 0]
         inside = [fault.parameter for fault in faults if fault.parameter in self._sites]

@@ -21,11 +21,13 @@ from normscale.probes.probe import collect
 from normscale.tracking.files import write_whole
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import strict
-from normscale.train.checkpoint import FOLDER, Unusable, index_of, steps_in, tensors_of
-from normscale.train.engine import Engine, device_kind
+from normscale.train.checkpoint import FOLDER, Unusable, index_of, steps_in, wholes
+from normscale.train.engines.engine import Engine
+from normscale.train.engines.plain import PlainEngine
+from normscale.train.engines.ranks import device_kind
 from normscale.train.observe import subject_of
 
-MODEL = "trainer/model/"  # where a checkpoint has the weights
+SECTION = "trainer"  # where a checkpoint has the weights
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def removal(run_dir: Path, blocks: int, batches: int, step: int | None = None) -
     if digest is not None and digest != task.digest:
         raise BadInput(f"data.source: {config.data.source} is no longer the text that {run_dir.name} was trained on")
     model = build(config.model, task.vocab, config.seed)
-    engine = Engine(model, config.precision, torch.device(device_kind()))
+    engine = PlainEngine(model, config.precision, torch.device(device_kind()))
     _load(engine, weights, run_dir)
     held_out = held_out_batches(task, config.train.batch, batches)
     probe = Layers([(batch.inputs, batch.targets_BT) for batch in held_out], at, blocks)
@@ -120,13 +122,13 @@ def weights_of(run_dir: Path, step: int | None = None) -> tuple[int, dict[str, T
     for one in there if step is None else [step]:
         path = root / f"step-{one:08d}"
         try:
-            tensors = tensors_of(path, index_of(path), rank=0)
+            weights = wholes(path, index_of(path), SECTION)
         except (Unusable, OSError) as error:
             reasons.append(f"step {one}: {error.strerror if isinstance(error, OSError) else error}")
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reasons.append(f"step {one}: not of the format that this version reads ({type(error).__name__})")
         else:
-            return one, {name.removeprefix(MODEL): x for name, x in tensors.items() if name.startswith(MODEL)}
+            return one, weights
     raise BadInput(f"{run_dir}: no checkpoint of it can be used; {'; '.join(reasons)}")
 
 

@@ -1,9 +1,9 @@
 """The life of a run: build, record the start, train, evaluate, record the end."""
 
 import json
-import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,22 +11,29 @@ from typing import Any
 
 import torch
 
-from normscale.arguments import exit_code_of
+from normscale.arguments import LOST_RANK, exit_code_of, is_lost_rank
 from normscale.config.load import dump
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, check_divides, too_few
 from normscale.data.task import load_task
 from normscale.errors import NonFiniteStop, NormscaleError, RunFailed, StoreError
 from normscale.models.builder import build
+from normscale.planned import config_hash
 from normscale.tracking.files import write_whole
 from normscale.tracking.reader import next_attempt, read_run
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SPOOL, SpoolWriter
 from normscale.train.checkpoint import Checkpoints, Found
 from normscale.train.denormals import denormals
-from normscale.train.engine import check_precision, device_kind, make_engine, world_size
+from normscale.train.engines.engine import Engine
+from normscale.train.engines.make import check_engine, make_engine
+from normscale.train.engines.ranks import world_size
 from normscale.train.identity import identity, run_id_of
+from normscale.train.lost import Roll
+from normscale.train.preempt import Preempted
+from normscale.train.rendezvous import Meeting
 from normscale.train.session import OnStep, Session, Silent
+from normscale.train.worlds import check_same_world
 
 OnResume = Callable[[int, Path], None]
 
@@ -51,6 +58,7 @@ def run(
     config: RunConfig,
     *,
     fresh: bool = False,
+    words: Sequence[str] | None = None,
     on_start: Callable[[], None] | None = None,
     on_resume: OnResume | None = None,
     on_step: OnStep | None = None,
@@ -60,57 +68,70 @@ def run(
     A run that was interrupted goes on from its newest checkpoint that can be used, and gives what it would have given
     without the interruption; `fresh` trains it from the beginning whatever there is of it.
 
-    Every rank calls it; rank 0 writes the records. `on_start` is called once the input has proved good and records are
-    being written, then `on_resume` with (step, folder of the checkpoint) if it goes on, and `on_step` with (step,
-    steps, loss) after each step.
+    Every rank calls it; rank 0 writes the records. `words` are those of the command line, if there was one, which a
+    launcher's plan is compared with. `on_start` is called once the input has proved good and records are being written,
+    then `on_resume` with (step, folder of the checkpoint) if it goes on, and `on_step` with (step, steps, loss) after
+    each step.
 
     Raises:
-        BadInput: the configuration, the data or the store cannot be used; nothing was written.
+        BadInput: the configuration, the data or the store cannot be used, or the ranks are not what was planned;
+            nothing was written.
         RunFailed: it cannot go on, or its end could not be recorded.
+        Preempted: a signal asked it to end, which it did with a checkpoint; on every rank.
     """
     with denormals(config.precision.flush_denormals):  # before the first computation of all
-        return _run(config, fresh, on_start, on_resume, on_step)
+        return _run(config, fresh, words, on_start, on_resume, on_step)
 
 
 def _run(
     config: RunConfig,
     fresh: bool,
+    words: Sequence[str] | None,
     on_start: Callable[[], None] | None,
     on_resume: OnResume | None,
     on_step: OnStep | None,
 ) -> RunResult:
-    task = load_task(config)
-    run_id = run_id_of(config)
-    run_dir = Path(config.tracking.runs).absolute() / run_id
-    if not fresh and (run_dir / SPOOL).exists():
-        record = read_run(run_dir)
-        if record.end is not None and record.finished:
-            code = int(record.end["exit_code"])
-            return RunResult(run_id, run_dir, record.end["outcome"], code, record.summary, skipped_existing=True)
+    # All that can be wrong with the input shows before the first byte is written, on all ranks alike.
+    launched = None if words is None else config_hash(words)
+    meeting = Meeting(config.model_dump(mode="json"), launched, config.engine.timeout_s)
+    try:
+        task, parts, run_id = load_task(config), identity(config), run_id_of(config)
+        runs = Path(config.tracking.runs).absolute()
+        done = None if fresh else _ended(runs / run_id)
+        if done is None:
+            check_engine(config)
+            check_divides(config.train.batch, world_size(), config.train.accumulate)
+            if len(task.held_out) < config.train.batch:
+                raise too_few(len(task.held_out), config.train.batch, split="held-out ")
+            if words is not None and not fresh:
+                check_same_world(config, runs / run_id)
+    except Exception as error:
+        meeting.fail(error)
+    agreed = meeting.meet(run_id, parts, None if done is None else done.exit_code)
+    run_id, run_dir = agreed.run, runs / agreed.run
+    if agreed.done is not None:
+        outcome: Outcome = "finished" if agreed.done == 0 else "nan"
+        return done or RunResult(run_id, run_dir, outcome, agreed.done, {}, skipped_existing=True)
 
-    # All that can be wrong with the input shows before the first byte is written.
-    check_precision(config.precision, device_kind(), world_size())
-    check_divides(config.train.batch, world_size(), config.train.accumulate)
-    if len(task.held_out) < config.train.batch:
-        raise too_few(len(task.held_out), config.train.batch, split="held-out ")
     model = build(config.model, task.vocab, config.seed)
     first = Batches(task.train, batch=config.train.batch, seed=config.seed).window(0)
     with torch.no_grad():
         model.scheme.calibrate(lambda: model(first[0].tokens_BT, **first[0].beside))
-    engine = make_engine(model, config.precision)
+    engine = make_engine(model, config)
     torch.manual_seed(config.seed * 65_537 + engine.rank)  # dropout differs by rank; nothing else draws from it
     session = Session(config, task, engine)
-    checkpoints = Checkpoints(run_dir, identity(config)["hash"], engine, config.checkpoint.keep)
+    checkpoints = Checkpoints(run_dir, agreed.hash, engine, config.checkpoint.keep)
     recorder = _open(config, run_dir) if engine.rank == 0 else Silent()
-    outcome: Outcome = "error"
+    roll = Roll(meeting.store, engine.rank, agreed.hosts)
+    outcome, code, together = "error", 1, False
     summary: dict[str, Any] = {}
-    code = 1
+    status: dict[str, Any] = {}
     try:
         found, passed_over = _found(checkpoints, session, recorder, fresh)
         step = found.step if found else 0
         if found is not None:
             session.load_state_dict(found.state)
-        recorder.start(**session.facts(run_id, step))
+        recorder.start(**session.facts(run_id, step), hosts=list(agreed.hosts))
         for path, reason in passed_over:
             recorder.event(step, "checkpoint_passed_over", path=str(path), reason=reason)
         if on_start is not None:
@@ -122,8 +143,11 @@ def _run(
         checkpoints.clean()
         code = NonFiniteStop.exit_code if outcome == "nan" else 0
         summary = session.summary()
+        if engine.world > 1:
+            status = {"weights": engine.digest()}
+        together = True
     except KeyboardInterrupt as error:
-        outcome, code = "interrupted", exit_code_of(error)[0]
+        outcome, code, together = "interrupted", exit_code_of(error)[0], isinstance(error, Preempted)
         raise
     except NormscaleError as error:
         code = error.exit_code
@@ -131,13 +155,18 @@ def _run(
     except Exception as error:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise RunFailed(_compiler_failed(error)) from error
+        if is_lost_rank(error) and (lost := roll.call()):
+            said = f"{roll.said(lost)} did not answer any more"
+            recorder.event(session.trainer.attempted, "rank_lost", ranks=lost, says=said)
+            raise RunFailed(f"{LOST_RANK}: {said}; the first rank that failed says why") from error
         raise
     finally:
         recorder.end(outcome, code, summary)
         recorder.close()
+        roll.close()
         code = 1 if recorder.gone and outcome in ("finished", "nan") else code
-        _leave_status(run_dir, outcome, code)
-        if outcome in ("finished", "nan"):
+        _leave_status(run_dir, outcome, code, engine, status)
+        if together:
             engine.close()
     if recorder.gone:
         raise RunFailed(
@@ -145,6 +174,17 @@ def _run(
             f"({recorder.gone}); train it again"
         )
     return RunResult(run_id, run_dir, outcome, code, summary)
+
+
+def _ended(run_dir: Path) -> RunResult | None:
+    """Returns how a run that came to its end has ended."""
+    if not (run_dir / SPOOL).exists():
+        return None
+    record = read_run(run_dir)
+    if record.end is None or not record.finished:
+        return None
+    code = int(record.end["exit_code"])
+    return RunResult(run_dir.name, run_dir, record.end["outcome"], code, record.summary, skipped_existing=True)
 
 
 def _compiler_failed(error: Exception) -> str:
@@ -190,8 +230,10 @@ def _open(config: RunConfig, run_dir: Path) -> SpoolWriter:
     return writer
 
 
-def _leave_status(run_dir: Path, outcome: Outcome, code: int) -> None:
-    """Leaves this rank's exit code beside the records, if their folder is there."""
-    rank = os.environ.get("RANK", "0")
+def _leave_status(run_dir: Path, outcome: Outcome, code: int, engine: Engine, more: Mapping[str, Any]) -> None:
+    """Leaves this rank's exit code beside the records, if their folder is there; one of several says where it ran."""
+    status = {"exit_code": code, "outcome": outcome, **more}
+    if engine.world > 1:
+        status |= {"host": socket.gethostname(), "world": engine.world, "engine": engine.name}
     with suppress(OSError):  # the exit code itself still tells
-        write_whole(run_dir / f"rank{rank}.status", json.dumps({"exit_code": code, "outcome": outcome}))
+        write_whole(run_dir / f"rank{engine.rank}.status", json.dumps(status))

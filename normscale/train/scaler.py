@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from normscale.config.schema import LARGEST_SCALE, LossScaleConfig
+from normscale.config.precision import LARGEST_SCALE, LossScaleConfig
 
 LARGEST = LARGEST_SCALE  # growth ends here: where nothing overflows it would never end
 

@@ -2,16 +2,18 @@
 
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, held_out_batches, unigram_of
 from normscale.data.task import Task
+from normscale.errors import RunFailed
 from normscale.models.attention import attention_backend
 from normscale.norms import Norm
 from normscale.ops.products import Rounded
@@ -31,11 +33,14 @@ from normscale.probes.weights import WeightUpdates
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SpoolWriter
 from normscale.train.checkpoint import Checkpoints, random_state, set_random_state
-from normscale.train.engine import DTYPES, Engine
+from normscale.train.engines.engine import Engine
+from normscale.train.engines.precision import DTYPES
 from normscale.train.identity import environment, identity
-from normscale.train.loop import Recorder, Trainer
+from normscale.train.loop import Trainer
 from normscale.train.meter import Meter
 from normscale.train.observe import norms_seen, precision_seen, subject_of
+from normscale.train.preempt import Asked, Preempted, asked_to_end
+from normscale.train.recording import Recorder
 
 OnStep = Callable[[int, int, float], None]
 
@@ -70,11 +75,13 @@ class Session:
         self.loss_val = self.loss_train = math.nan
         self.stopped_after = 0  # bad steps in a row that ended the run
         self._warned = False
+        self.unsaved: str | None = None  # why the newest checkpoint could not be written
         self._graphs_before = _compiled_graphs()
 
     def facts(self, run_id: str, from_step: int) -> dict[str, Any]:
         """Returns the fields of the start record."""
         model, engine = self.engine.inner, self.engine
+        one = next(self.held_out[0].parts(1))
         return {
             "run_id": run_id,
             "from_step": from_step,
@@ -89,11 +96,12 @@ class Session:
                 "eps": sorted({m.eps for m in model.modules() if isinstance(m, Norm)}),
             },
             "engine": engine.name,
+            **engine.facts(),
             "backend": {
-                "norm": norms_seen(engine, self.held_out[0]),
+                "norm": norms_seen(engine, one),
                 "attention": self._attention(),
             },
-            "precision_seen": precision_seen(engine, self.held_out[0]),
+            "precision_seen": precision_seen(engine, one),
             "rows": [site.name for site in model.sites()],
             **self._epsilon(),
             "outer_run": os.environ.get("MLFLOW_RUN_ID"),
@@ -117,7 +125,22 @@ class Session:
         return attention_backend(shape, model.dropout, dtype, self.engine.device, causal=model.M > 0)
 
     def train(self, recorder: "SpoolWriter | Silent", checkpoints: Checkpoints, on_step: OnStep | None) -> Outcome:
-        """Runs the steps to come, with the evaluations and checkpoints that are asked for, and returns the outcome."""
+        """Runs the steps to come, with the evaluations and checkpoints that are asked for, and returns the outcome.
+
+        With checkpoints, a signal that asks for an end is heeded after a step, when the state of that step is kept.
+
+        Raises:
+            Preempted: it ended so, on every rank.
+            RunFailed: the same, but that state could not be kept.
+        """
+        if not self.config.checkpoint.every:  # nothing to go on from: the signal ends it at once
+            return self._train(recorder, checkpoints, on_step, Asked())
+        with asked_to_end(self._want_stop) as asked:
+            return self._train(recorder, checkpoints, on_step, asked)
+
+    def _train(
+        self, recorder: "SpoolWriter | Silent", checkpoints: Checkpoints, on_step: OnStep | None, asked: Asked
+    ) -> Outcome:
         train, every = self.config.train, self.config.checkpoint.every
         started, before = time.perf_counter() - self.seconds, self.trainer.attempted
         if before == 0:
@@ -137,9 +160,30 @@ class Session:
                 stop = stop or (train.on_nonfinite == "stop" and not math.isfinite(self.loss_val))
             if stop:
                 return "nan"
-            if every and (step % every == 0 or step == train.steps):
+            ending = self._ending(asked) and step < train.steps
+            if every and (step % every == 0 or step == train.steps or ending):
                 started += self.save(step, recorder, checkpoints)
+            if ending:
+                self._preempted(step, recorder, asked)
         return "finished" if math.isfinite(self.loss_val) and self.trainer.applied else "nan"
+
+    def _want_stop(self) -> None:
+        self.trainer.stop_wanted = True
+
+    def _ending(self, asked: Asked) -> bool:
+        """Returns whether any rank was asked to end; all ranks answer alike."""
+        return self.trainer.stop_agreed or (self.engine.world == 1 and bool(asked))
+
+    def _preempted(self, step: int, recorder: Recorder, asked: Asked) -> NoReturn:
+        """Ends a run that was asked to, and whose checkpoint of this step was written, or could not be."""
+        by = "a signal" if asked.number is None else signal.Signals(asked.number).name
+        ended = f"{by} ended it after step {step} of {self.config.train.steps}"
+        if self.unsaved is not None:
+            said = f"{ended}, and its checkpoint could not be written ({self.unsaved})"
+            recorder.event(step, "preempted", says=said)
+            raise RunFailed(f"{said}; free some space, then the same command goes on from the newest that is there")
+        recorder.event(step, "preempted", says=f"{ended}, with a checkpoint to go on from")
+        raise Preempted(step, asked.number)
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
         """Records the held-out loss and its distance to the unigram entropy of the same batches."""
@@ -151,7 +195,8 @@ class Session:
         """Writes a checkpoint; returns the seconds it took. If it cannot be written, training goes on without it."""
         begun = time.perf_counter()
         recorder.sync()  # a checkpoint must not be ahead of the records
-        if failed := checkpoints.save(step, recorder.attempt, recorder.last, self.state_dict()):
+        self.unsaved = failed = checkpoints.save(step, recorder.attempt, recorder.last, self.state_dict())
+        if failed:
             recorder.event(step, "checkpoint_failed", reason=failed)
             if self.engine.rank == 0 and not self._warned:
                 message = f"normscale: {checkpoints.path(step)}: the checkpoint could not be written ({failed})"

@@ -21,6 +21,8 @@ def test_numerical_leaves_out_names_and_places_only() -> None:
     assert config.numerical()["train"]["optim"]["betas"] == [0.9, 0.98]
     assert load(None, ["name=other", "tracking.runs=elsewhere"]).numerical() == config.numerical()
     assert load(None, ["checkpoint.every=5"]).numerical() == config.numerical()
+    assert load(None, ["engine.timeout_s=5"]).numerical() == config.numerical()
+    assert load(None, ["engine.name=fsdp2"]).numerical() != config.numerical()
     assert load(None, ["data.task=lm"]).numerical() == config.numerical()  # which it is, unsaid
     assert load(None, ["seed=1"]).numerical() != config.numerical()
     assert load(None, ["model.eps=0"]).numerical() == load(None, ["model.eps=0.0"]).numerical()
@@ -105,6 +107,22 @@ REFUSED = [
     (["probes.epsilon.every=-1"], "probes.epsilon.every: -1 is not a whole number >= 0"),
     (["probes.spikes.window=1"], "probes.spikes.window: 1 is not a whole number >= 2"),
     (["probes.spikes.sigmas=0"], "probes.spikes.sigmas: 0 is not a number > 0"),
+    (
+        ["engine.zero=2"],
+        "engine.zero: 2 would do nothing with engine.name=auto; remove it or set engine.name=deepspeed",
+    ),
+    (["engine.zero=4", "engine.name=deepspeed"], "engine.zero: 4 is not a whole number >= 0 and <= 3"),
+    (["engine.offload=cpu", "engine.name=fsdp2"], "engine.offload: cpu would do nothing with engine.name=fsdp2"),
+    (["engine.json=ds.json", "engine.name=ddp"], "engine.json: ds.json would do nothing with engine.name=ddp"),
+    (
+        ["engine.offload=cpu", "engine.name=deepspeed", "engine.zero=0"],
+        "engine.offload: cpu would do nothing with engine.zero=0; remove it or set engine.zero=1",
+    ),
+    (["engine.timeout_s=0"], "engine.timeout_s: 0 is not between 1 and 86400 seconds"),
+    (
+        ["engine.name=fsdp"],
+        "engine.name: 'fsdp' is not one of auto, plain, ddp, fsdp2, deepspeed; did you mean 'fsdp2'?",
+    ),
     (["probes.stalled=0"], "probes.stalled: 0 is not a whole number >= 1"),
 ]
 
@@ -138,6 +156,8 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(overrides: list[str], s
         ["probes.update.every=50", "probes.update.sequences=8"],
         ["probes.epsilon.every=1000", "probes.epsilon.rows=8"],
         ["probes.spikes.sigmas=7", "probes.spikes.window=1000", "probes.stalled=1"],
+        ["engine.name=deepspeed", "engine.zero=3", "engine.offload=cpu", "engine.json=ds.json"],
+        ["engine.name=fsdp2", "engine.zero=1", "engine.offload=none"],
         ["model.scheme=not-checked-here", "model.norm=nor-this"],
     ],
     ids=" ".join,

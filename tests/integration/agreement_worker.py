@@ -14,7 +14,7 @@ from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches
 from normscale.data.task import load_task
 from normscale.models.builder import build
-from normscale.train.engine import make_engine
+from normscale.train.engines.make import make_engine
 from normscale.train.loop import Trainer
 from tests.probes.test_probes import Notes
 
@@ -35,7 +35,7 @@ def trajectory(model: str, optimizer: str) -> dict[str, Any]:
     steps, optim = OPTIMIZERS[optimizer]
     config = RunConfig(**MODELS[model], train={"steps": steps, "batch": 16, "optim": optim}, probes={"every": 1000})
     task = load_task(config)
-    engine = make_engine(build(config.model, task.vocab, 0), config.precision)
+    engine = make_engine(build(config.model, task.vocab, 0), config)
     trainer = Trainer(engine, config, [])
     batches = Batches(task.train, batch=16, seed=0, rank=engine.rank, world=engine.world)
     losses, first = [], torch.empty(0)

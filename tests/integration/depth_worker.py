@@ -15,7 +15,7 @@ from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches
 from normscale.data.task import load_task
 from normscale.models.builder import build
-from normscale.train.engine import make_engine
+from normscale.train.engines.make import make_engine
 from normscale.train.loop import Trainer
 from normscale.train.observe import subject_of
 from tests.probes.test_depth import every_probe
@@ -32,7 +32,7 @@ CONFIG = RunConfig(
 def step() -> dict[str, Any]:
     """Makes one step and returns its scalars and profiles, and the number of collectives on the way."""
     task = load_task(CONFIG)
-    engine = make_engine(build(CONFIG.model, task.vocab, 0), CONFIG.precision)
+    engine = make_engine(build(CONFIG.model, task.vocab, 0), CONFIG)
     probes = every_probe()
     for probe in probes:
         probe.attach(subject_of(engine))

@@ -1,7 +1,7 @@
 """One of two ranks: trains a few steps in a given precision, and saves what both ranks must agree on.
 
-It is started as `python -m tests.integration.precision_worker OUT PRECISION`, the last as JSON, with torch's variables
-for ranks in the environment.
+It is started as `python -m tests.integration.precision_worker OUT ENGINE PRECISION`, the last as JSON, with torch's
+variables for ranks in the environment.
 """
 
 import json
@@ -21,7 +21,8 @@ CONFIG = RunConfig(
     model={"M": 2, "d": 16, "heads": 2, "context": 16},
     data={"max_bytes": 40_000},
     train={"steps": 5, "batch": 8, "accumulate": 2, "eval_batches": 1, "optim": {"name": "sgd", "lr": 0.5}},
-    precision=json.loads(sys.argv[2]),
+    engine={"name": sys.argv[2]},
+    precision=json.loads(sys.argv[3]),
     probes={"every": 1},
     tracking={"runs": str(OUT / "runs"), "uri": None},
 )
@@ -41,7 +42,8 @@ def main() -> None:
         hook.remove()
         saved["steps"].append((result.applied, result.overflow, result.scale))
         saved["grads"].append(self.engine.flat.grads.clone())
-        saved["values"] = self.engine.flat.values.clone()
+        with self.engine.whole() as tensors:
+            saved["values"] = torch.cat([tensors[name].flatten() for name in sorted(tensors)])
         return result
 
     Trainer.step = step  # type: ignore[method-assign]

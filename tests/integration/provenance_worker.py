@@ -1,7 +1,7 @@
 """One of two ranks: `normscale train`, where the second rank alone has a fault in the third of four micro-batches.
 
-It is started as `python -m tests.integration.provenance_worker OUT POLICY`, with torch's variables for ranks in the
-environment; the exit code of the command goes into a file.
+It is started as `python -m tests.integration.provenance_worker OUT POLICY ENGINE`, with torch's variables for ranks in
+the environment; the exit code of the command goes into a file.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from normscale.cli import main
 from normscale.train.loop import Trainer
 
-OUT, POLICY = Path(sys.argv[1]), sys.argv[2]
+OUT, POLICY, ENGINE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 WORDS = {
     "model.M": 2,
     "model.d": 16,
@@ -27,6 +27,7 @@ WORDS = {
     "train.accumulate": 4,
     "train.eval_batches": 1,
     "train.eval_every": 0,
+    "engine.name": ENGINE,
     "probes.every": 1,
     "tracking.uri": "null",
     "tracking.runs": OUT / "runs",

@@ -3,7 +3,7 @@
 Between, the second rank's file of the checkpoint after step 6 is spoilt, so that the first rank alone could use it. The
 processes stay for all three, and so does their group.
 
-It is started as `python -m tests.integration.resume_worker OUT`, with torch's variables for ranks in the environment.
+It is started as `python -m tests.integration.resume_worker OUT ENGINE`, with variables for ranks in the environment.
 """
 
 import os
@@ -14,10 +14,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from normscale.config.schema import RunConfig
-from normscale.train.engine import DDPEngine
+from normscale.train.engines.engine import Engine
 from normscale.train.run import run
+from tests.integration.engines_worker import section
 
-OUT = Path(sys.argv[1])
+OUT, ENGINE = Path(sys.argv[1]), sys.argv[2]
 
 
 def config(name: str) -> RunConfig:
@@ -25,7 +26,8 @@ def config(name: str) -> RunConfig:
         model={"M": 2, "d": 16, "heads": 2, "context": 16, "dropout": 0.3},
         data={"max_bytes": 40_000},
         train={"steps": 8, "batch": 8, "eval_batches": 1},
-        probes={"every": 1},
+        engine=section(ENGINE),
+        probes={"every": 1, "update": {"every": 4}},
         checkpoint={"every": 2},
         tracking={"runs": str(OUT / name), "uri": None},
     )
@@ -37,7 +39,7 @@ def stop(step: int, steps: int, loss: float) -> None:
 
 
 def main() -> None:
-    DDPEngine.close = lambda self: None  # type: ignore[method-assign]
+    Engine.close = lambda self: None  # type: ignore[method-assign]
     run(config("whole"))
     with suppress(KeyboardInterrupt):
         run(config("parted"), on_step=stop)

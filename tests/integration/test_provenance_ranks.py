@@ -1,6 +1,7 @@
 """A fault on the second rank alone: both name it, stop together, and say so with one exit code."""
 
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,23 @@ from normscale.probes.culprit import Culprit
 from normscale.tracking.reader import read_run
 from tests.integration.ranks import run_two
 
+DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra 'deepspeed'")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "bad"), [("stop", [3]), ("three", [3, 4, 5])])
-def test_both_ranks_stop_and_name_the_rank_and_the_micro_batch(tmp_path: Path, policy: str, bad: list[int]) -> None:
-    errors = run_two("provenance_worker", str(tmp_path), policy)
+@pytest.mark.parametrize(
+    ("engine", "policy", "bad"),
+    [
+        ("ddp", "stop", [3]),
+        ("ddp", "three", [3, 4, 5]),
+        ("fsdp2", "three", [3, 4, 5]),
+        pytest.param("deepspeed", "three", [3, 4, 5], marks=DEEPSPEED),
+    ],
+)
+def test_both_ranks_stop_and_name_the_rank_and_the_micro_batch(
+    tmp_path: Path, engine: str, policy: str, bad: list[int]
+) -> None:
+    errors = run_two("provenance_worker", str(tmp_path), policy, engine)
     assert [(tmp_path / f"code{rank}").read_text() for rank in range(2)] == ["3", "3"]
     (folder,) = (tmp_path / "runs").glob("*-*")
     record = read_run(folder)

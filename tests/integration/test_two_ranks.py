@@ -1,6 +1,7 @@
 """Two real processes against one: the same numbers, one run, one voice."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,17 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecord, RunRecord]:
+def outer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Returns a store, and a run of somebody else's in it that is active around the ranks."""
+    import mlflow
+
+    uri = f"sqlite:///{tmp_path_factory.mktemp('outer')}/mlflow.db"
+    client = mlflow.MlflowClient(uri)
+    return uri, client.create_run(client.create_experiment("theirs")).info.run_id
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory, outer: tuple[str, str]) -> tuple[RunRecord, RunRecord]:
     folder = tmp_path_factory.mktemp("ranks")
     quick = ROOT / "configs/train/quick.yaml"
     one = run(load(quick, [*WORDS, f"tracking.runs={folder / 'one'}"]))
@@ -35,7 +46,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecord, RunRec
     launched = subprocess.run(
         [sys.executable, "-m", "launch", "local", "--nproc", "2", "--device", "cpu", "--", *words],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_RUN_ID": outer[1]},
         capture_output=True,
         text=True,
         timeout=100,
@@ -72,13 +83,18 @@ def test_accumulation_and_ranks_do_not_hurry_the_schedule(records: tuple[RunReco
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one_run_in_mlflow(records: tuple[RunRecord, RunRecord], tmp_path: Path) -> None:
+def test_two_ranks_are_one_run_in_mlflow_within_the_one_around_them(
+    records: tuple[RunRecord, RunRecord], outer: tuple[str, str]
+) -> None:
     import mlflow
 
     from normscale.tracking.mlflow_sink import sync
 
-    two, uri = records[1], f"sqlite:///{tmp_path}/mlflow.db"
+    two, (uri, around) = records[1], outer
     assert sync(two.run_dir.parent, uri).ok
     client = mlflow.MlflowClient(uri)
     found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    assert [run.data.tags["normscale.run"] for run in found] == [two.run_id]
+    (own,) = [run for run in found if run.info.run_id != around]
+    assert own.data.tags["normscale.run"] == two.run_id
+    assert own.data.tags["mlflow.parentRunId"] == around
+    assert two.start["hosts"] == [socket.gethostname()] * 2

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from normscale.cli import main
-from normscale.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from normscale.config.precision import PrecisionConfig
+from normscale.config.schema import ModelConfig, RunConfig
 from normscale.errors import BackendError
 from normscale.models.backend import norm_backend
 from normscale.models.builder import build

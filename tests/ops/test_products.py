@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normscale.config.schema import ModelConfig, PrecisionConfig
+from normscale.config.precision import PrecisionConfig
+from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
 from normscale.ops.products import FORMATS, NATIVE, Native, Rounded, to_bf16, to_e4m3, to_e5m2, to_fp16
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import summed_loss
 
 FP16 = Rounded(FORMATS["fp16"])
@@ -181,7 +182,7 @@ def test_a_model_in_rounded_fp16_is_near_the_one_under_real_autocast() -> None:
     tokens = torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(0))
 
     def gradient(compute: str, autocast: bool) -> tuple[float, Tensor]:
-        engine = Engine(build(config, 50, 0), PrecisionConfig(compute=compute), torch.device("cpu"))  # type: ignore[arg-type]
+        engine = PlainEngine(build(config, 50, 0), PrecisionConfig(compute=compute), torch.device("cpu"))  # type: ignore[arg-type]
         with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
             logits = engine.inner(tokens[:, :-1])
         loss = summed_loss(logits, tokens[:, 1:])

@@ -59,7 +59,7 @@ def test_it_changes_no_bit_of_the_training() -> None:
     probed, _ = trained([AdamEpsilon(every=1, last=3)], steps=3)
     assert torch.equal(plain.engine.flat.values, probed.engine.flat.values)
     moments = [
-        {name: t.clone() for leaf in trainer._leaves() for name, t in trainer.optimizer.state[leaf].items()}
+        {name: t.clone() for leaf in trainer.engine.leaves() for name, t in trainer.optimizer.state[leaf].items()}
         for trainer in (plain, probed)
     ]
     assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from normscale.config.schema import LossScaleConfig, ModelConfig, RunConfig
+from normscale.config.precision import LossScaleConfig
+from normscale.config.schema import ModelConfig, RunConfig
 from normscale.data.task import IGNORE, MicroBatch
 from normscale.models.builder import build
 from normscale.models.stack import Transformer
@@ -23,7 +24,7 @@ from normscale.probes.probe import Parameters, Probe, Subject, collect
 from normscale.probes.stream_gradients import StreamGradients
 from normscale.probes.weights import ENTRIES, WeightUpdates
 from normscale.tracking.record import PROFILES, QUANTITIES
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import Trainer, summed_loss
 from normscale.train.observe import subject_of
 from normscale.train.scaler import LossScale
@@ -60,7 +61,7 @@ def uneven(micro: int = 2) -> list[MicroBatch]:
 def trainer_of(probes: list[Probe], model: Mapping[str, Any], micro: int = 1, **more: Any) -> Trainer:
     train = {"steps": 9, "batch": 2 * micro, "accumulate": micro}
     config = RunConfig(model=MODEL | dict(model), train=train, probes={"every": 1}, **more)
-    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    engine = PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
     for probe in probes:
         probe.attach(subject_of(engine))
     return Trainer(engine, config, probes)
@@ -160,7 +161,7 @@ def test_stream_gradients_are_those_of_the_mean_loss(scheme: str, how: str) -> N
         if how == "scaled":
             trainer.scale = LossScale(LossScaleConfig(initial=1024.0))
         if how == "ranks":  # the engine's average over ranks is not there: gradients are twice what they should be
-            trainer.engine.world = 2
+            trainer.engine.world, trainer.engine.sum, trainer.engine.max = 2, lambda x: x, lambda x: x
 
     options = {"scheme": scheme, "checkpointing": how == "recomputed"}
     notes = measured([StreamGradients()], window, options, change)
@@ -352,7 +353,9 @@ def test_a_thousand_blocks_take_little_memory() -> None:
         torch.device("cpu"),
         features=lambda inputs: weights,
         gradient_squares=lambda: torch.zeros(2000),
-        parameters=Parameters(values=weights, sites=spans, split=8000),
+        parameters=Parameters(
+            values=lambda: weights, device=weights.device, sites=spans, split=8000, held=[5] * 2000, spans=[]
+        ),
         sums=True,
     )
     total = 0

@@ -12,7 +12,7 @@ from normscale.config.schema import RunConfig
 from normscale.models.builder import build
 from normscale.norms import Norm, find_norm
 from normscale.probes.epsilon import COLUMNS, EpsilonSensitivity, lost, sampled, sensitivity
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.observe import subject_of
 from tests.probes.test_probes import MODEL, trained
 
@@ -175,7 +175,7 @@ def test_rows_are_sampled_from_everywhere_and_always_the_same() -> None:
 
 def test_an_encoder_beside_a_decoder_has_all_its_norms() -> None:
     config = RunConfig(model=MODEL | {"N": 1, "M": 1, "scheme": "pre", "embedding_norm": True}, data={"task": "copy"})
-    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    engine = PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
     inputs: Mapping[str, Tensor] = {"tokens_BT": TOKENS, "source_BS": TOKENS}
     own = EpsilonSensitivity(inputs, every=1, last=1, compute=torch.float32)
     own.attach(subject_of(engine))

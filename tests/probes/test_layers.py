@@ -117,11 +117,11 @@ def test_blocks_are_spread_over_the_depth() -> None:
 def test_two_sides_have_streams_of_their_own() -> None:
     """The decoder's first block is not compared with what the encoder left."""
     from normscale.config.schema import RunConfig
-    from normscale.train.engine import Engine
+    from normscale.train.engines.plain import PlainEngine
     from normscale.train.observe import subject_of
 
     config = RunConfig(model={**MODEL, "N": 2, "M": 1}, data={"task": "copy"})
-    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    engine = PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
     own = subject_of(engine)
     assert own.streams_between is not None
     batch = MicroBatch(TOKENS[:, :-1], TOKENS[:, 1:], source_BS=TOKENS[:, :-1].flip(1))

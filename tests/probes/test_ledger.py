@@ -157,14 +157,17 @@ def test_a_norm_overflow_and_a_bad_gradient_are_told_apart() -> None:
 def test_an_alarm_in_any_precision(compute: str, capsys: pytest.CaptureFixture[str]) -> None:
     from normscale.config.schema import RunConfig
     from normscale.models.builder import build
-    from normscale.train.engine import Engine
+    from normscale.train.engines.plain import PlainEngine
     from normscale.train.loop import Trainer
     from tests.probes.test_probes import MODEL
 
     config = RunConfig(
         model=MODEL, train={"steps": 9, "batch": 4}, probes={"stalled": 3}, precision={"compute": compute}
     )
-    t, notes = Trainer(Engine(build(config.model, 32, 0), config.precision, torch.device("cpu")), config, []), Notes()
+    t, notes = (
+        Trainer(PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu")), config, []),
+        Notes(),
+    )
     poisoned(t, lambda step: math.nan if 2 <= step <= 6 else 1.0)
     for window in windows(8):
         t.step(window, notes)
@@ -178,7 +181,7 @@ def test_an_alarm_in_any_precision(compute: str, capsys: pytest.CaptureFixture[s
 def test_the_loss_scale_before_and_after_is_in_it() -> None:
     from normscale.config.schema import RunConfig
     from normscale.models.builder import build
-    from normscale.train.engine import Engine
+    from normscale.train.engines.plain import PlainEngine
     from normscale.train.loop import Trainer
     from tests.probes.test_probes import MODEL
 
@@ -189,7 +192,10 @@ def test_the_loss_scale_before_and_after_is_in_it() -> None:
         probes={"every": 9},
         precision={"compute": "fp16", "loss_scale": scale},
     )
-    t, notes = Trainer(Engine(build(config.model, 32, 0), config.precision, torch.device("cpu")), config, []), Notes()
+    t, notes = (
+        Trainer(PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu")), config, []),
+        Notes(),
+    )
     for window in windows(9):
         t.step(window, notes)
     overflows = [row for row in notes.rows if row["reason"] == "loss scale overflow"]

@@ -15,7 +15,7 @@ from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients, depth_slope
 from normscale.probes.probe import Array, Hand, Probe, Reading, Subject, collect
 from normscale.probes.update import ModelUpdate
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import Trainer, summed_loss
 from normscale.train.observe import subject_of
 
@@ -61,7 +61,7 @@ def trained(
         probes={"every": 1},
     )
     torch.manual_seed(0)
-    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    engine = PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
     subject = subject_of(engine)
     for probe in probes:
         probe.attach(subject)

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
-from normscale.probes.probe import Parameters
+from normscale.probes.probe import Parameters, Span
 from normscale.probes.segments import LEAST, LINE, SiteSquares
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.observe import subject_of
 
 MODELS = {
@@ -21,14 +21,14 @@ MODELS = {
 }
 
 
-def engine_of(**options: object) -> Engine:
-    from normscale.config.schema import PrecisionConfig
+def engine_of(**options: object) -> PlainEngine:
+    from normscale.config.precision import PrecisionConfig
 
     model = build(ModelConfig(**{"d": 16, "heads": 2, "context": 8, **options}), 32, 0)  # type: ignore[arg-type]
-    return Engine(model, PrecisionConfig(), torch.device("cpu"))
+    return PlainEngine(model, PrecisionConfig(), torch.device("cpu"))
 
 
-def loop(engine: Engine, flat: Tensor) -> list[float]:
+def loop(engine: PlainEngine, flat: Tensor) -> list[float]:
     spans = engine.flat.spans
     return [
         sum(float(flat[slice(*spans[name])].double().square().sum()) for name in names)
@@ -54,12 +54,16 @@ def test_a_uniform_stack_is_a_few_operations() -> None:
     assert len(SiteSquares(parameters).runs) == 4  # matrices and vectors of attention and of feed-forward
 
 
+def laid_out(flat: Tensor, sites: list[tuple[list[Span], list[Span]]]) -> Parameters:
+    return Parameters(lambda: flat, flat.device, sites, len(flat), [0] * len(sites), [])
+
+
 @pytest.mark.parametrize("length", [1000, 1025, 5000, 65_536, 262_144])
 @pytest.mark.parametrize("share", [1024, 4096])
 def test_a_sample_is_spread_over_the_whole_and_estimates_the_sum(length: int, share: int) -> None:
     flat = torch.randn(3 * length, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 2, 3 * length)
     spans = [([(i * length, (i + 1) * length)], []) for i in range(3)]
-    squares = SiteSquares(Parameters(flat, spans, len(flat)), most=3 * share)
+    squares = SiteSquares(laid_out(flat, spans), most=3 * share)
     (part,) = squares.parts(flat)
     assert part.numel() <= 3 * max(share, LEAST)
     assert part.numel() >= 3 * min(length, share) * 0.3
@@ -72,6 +76,6 @@ def test_a_sample_is_spread_over_the_whole_and_estimates_the_sum(length: int, sh
 
 def test_all_columns_of_a_matrix_are_met() -> None:
     flat = torch.zeros(1024 * 256)
-    squares = SiteSquares(Parameters(flat, [([(0, len(flat))], [])], len(flat)), most=8192)
+    squares = SiteSquares(laid_out(flat, [([(0, len(flat))], [])]), most=8192)
     columns = squares.parts(torch.arange(1024.0 * 256))[0].flatten() % 256
     assert len(columns.unique()) == 256

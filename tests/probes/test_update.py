@@ -4,7 +4,7 @@ import torch
 
 from normscale.config.schema import RunConfig
 from normscale.probes.update import ModelUpdate
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.observe import subject_of
 from tests.probes.test_probes import MODEL, trained
 
@@ -40,7 +40,7 @@ def test_a_restart_in_mid_interval_measures_the_same(tmp_path) -> None:  # type:
     whole, notes = trained([probe], steps=4)
     config = RunConfig(model=MODEL)
     again = ModelUpdate({"tokens_BT": TOKENS}, (), every=2, last=4)
-    again.attach(subject_of(Engine(build(config.model, 32, 1), config.precision, torch.device("cpu"))))
+    again.attach(subject_of(PlainEngine(build(config.model, 32, 1), config.precision, torch.device("cpu"))))
     again.load_state_dict(probe.state_dict())
     again.features = subject_of(whole.engine).features
     again.after_step(4)

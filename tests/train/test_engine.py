@@ -5,14 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from normscale.config.schema import ModelConfig, PrecisionConfig
+from normscale.config.precision import PrecisionConfig
+from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
 from normscale.models.builder import build
 from normscale.norms import norm_names
 from normscale.ops.products import NATIVE, Native, Rounded
 from normscale.schemes import scheme_names
 from normscale.tracking.reader import read_run
-from normscale.train.engine import Engine, check_precision, products_of
+from normscale.train.engines.plain import PlainEngine
+from normscale.train.engines.precision import check_precision, products_of
 from normscale.train.run import run
 from tests.probes.test_probes import Notes, trained, windows
 from tests.train.test_run import config
@@ -74,7 +76,7 @@ def test_what_is_asked_for_is_what_is_seen_and_it_trains(
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_every_scheme_and_norm_keeps_the_stream_in_bf16(scheme: str, norm: str, compute: str) -> None:
     model = build(ModelConfig(M=2, d=16, heads=2, context=8, scheme=scheme, norm=norm), 32, 0)
-    engine = Engine(model, PrecisionConfig(compute=compute, stream="bf16"), CPU)  # type: ignore[arg-type]
+    engine = PlainEngine(model, PrecisionConfig(compute=compute, stream="bf16"), CPU)  # type: ignore[arg-type]
     streams: list[torch.dtype] = []
     for sublayer in model.sublayers():
         sublayer.register_forward_hook(lambda m, a, out: streams.extend(x.dtype for x in (*a[0], *out)))
@@ -108,7 +110,7 @@ def test_products_are_rounded_where_the_device_has_none() -> None:
 
 def test_one_switch_reaches_every_module_with_products() -> None:
     model = build(ModelConfig(N=1, M=1, d=16, heads=2, context=8), 32, 0)
-    engine = Engine(model, PrecisionConfig(compute="fp8_e4m3"), CPU)
+    engine = PlainEngine(model, PrecisionConfig(compute="fp8_e4m3"), CPU)
     holders = [module for module in model.modules() if hasattr(module, "products")]
     assert len(holders) > 8
     assert all(module.products is engine.products for module in holders if module is not model)
@@ -138,7 +140,7 @@ def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_defaults_leave_the_model_alone() -> None:
     model = build(ModelConfig(M=1, d=16, heads=2, context=8), 32, 0)
-    Engine(model, PrecisionConfig(), CPU)
+    PlainEngine(model, PrecisionConfig(), CPU)
     assert model.stream is None
     assert all(module.products is NATIVE for module in model.modules() if hasattr(module, "products"))
     assert Notes().events == []

@@ -276,7 +276,7 @@ def test_a_fault_outside_the_model_is_not_pinned_on_it() -> None:
 
 
 def test_a_replay_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*args: object) -> None:
+    def failing(*args: object, **more: object) -> None:
         raise RuntimeError("no memory")
 
     t, notes = trainer(), Notes()
@@ -292,7 +292,7 @@ def test_a_replay_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_rows_that_fail_end_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The other ranks wait to agree on what was found."""
 
-    def failing(*args: object) -> None:
+    def failing(*args: object, **more: object) -> None:
         raise RuntimeError("no memory")
 
     t, notes = trainer(), Notes()

@@ -15,7 +15,7 @@ from normscale.data.batches import IGNORE
 from normscale.data.task import MicroBatch
 from normscale.models.builder import build
 from normscale.schemes import scheme_names
-from normscale.train.engine import Engine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import Trainer
 from tests.probes.test_probes import Notes
 
@@ -40,7 +40,7 @@ def losses(scheme: str, N: int, M: int) -> list[float]:
         model={"N": N, "M": M, "d": 32, "heads": 4, "context": 16, "scheme": scheme},
         train={"steps": 5, "batch": 4, "optim": {"lr": 3e-3, "clip": 1.0}, "schedule": {"warmup_steps": 2}},
     )
-    trainer = Trainer(Engine(build(config.model, 256, 0), config.precision, torch.device("cpu")), config, [])
+    trainer = Trainer(PlainEngine(build(config.model, 256, 0), config.precision, torch.device("cpu")), config, [])
     rows = torch.tensor(list(TEXT)).view(5, 4, 17)
     return [trainer.step([micro_batch(batch, N, M)], Notes()).loss for batch in rows]
 

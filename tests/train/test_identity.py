@@ -40,6 +40,25 @@ CHANGES: dict[str, Patch] = {
 }
 
 
+def test_an_engine_counts_as_what_it_comes_to_and_its_own_configuration_by_its_content(tmp_path: Path) -> None:
+    def hash_of(world: int, **engine: Any) -> str:
+        found: str = identity(RunConfig.model_validate(BASE | {"engine": engine}), world)["hash"]
+        return found
+
+    assert hash_of(1) == hash_of(1, name="plain") == hash_of(1, timeout_s=7.0)
+    assert hash_of(2) == hash_of(2, name="ddp")
+    assert (
+        len({hash_of(1), hash_of(2), hash_of(1, name="ddp"), hash_of(1, name="fsdp2"), hash_of(2, name="fsdp2")}) == 5
+    )
+    files = [tmp_path / name for name in ("one.json", "same.json", "other.json")]
+    for file, text in zip(
+        files, ('{"gradient_clipping": 1}', '{ "gradient_clipping": 1 }', '{"gradient_clipping": 2}'), strict=True
+    ):
+        file.write_text(text)
+    one, same, other = (hash_of(1, name="deepspeed", json=str(file)) for file in files)
+    assert one == same != other
+
+
 def test_each_thing_that_numbers_depend_on_changes_the_hash() -> None:
     hashes = [identity(CONFIG)["hash"], identity(CONFIG)["hash"]]
     assert len(set(hashes)) == 1

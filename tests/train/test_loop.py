@@ -13,8 +13,9 @@ from normscale.models.builder import build
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients
 from normscale.probes.probe import Probe
-from normscale.train import loop
-from normscale.train.engine import DDPEngine, Engine
+from normscale.train import loop, recording
+from normscale.train.engines.ddp import DDPEngine
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import IGNORE, Trainer, summed_loss
 from normscale.train.observe import subject_of
 from tests.probes.test_probes import MODEL, Notes, windows
@@ -22,7 +23,7 @@ from tests.probes.test_probes import MODEL, Notes, windows
 
 def trainer(model: Mapping[str, object] = {}, every: int = 1, probes: Sequence[Probe] = (), **train: object) -> Trainer:
     config = RunConfig(model=MODEL | dict(model), train={"steps": 20, "batch": 4, **train}, probes={"every": every})
-    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    engine = PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
     for probe in probes:
         probe.attach(subject_of(engine))
     return Trainer(engine, config, probes)
@@ -207,7 +208,8 @@ def test_unmeasured_steps_fill_no_rows_and_leave_no_record() -> None:
 
 def test_tokens_a_second_are_those_of_training_since_the_last_record(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (loop, recording):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     t, notes = trainer(every=2), Notes()
 
     def slow(seconds: float) -> Callable[..., None]:

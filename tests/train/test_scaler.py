@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from normscale.config.schema import LossScaleConfig, RunConfig
+from normscale.config.precision import LossScaleConfig
+from normscale.config.schema import RunConfig
 from normscale.models.builder import build
 from normscale.probes.activations import Activations
 from normscale.probes.gradients import Gradients
 from normscale.tracking.reader import read_run
 from normscale.tracking.record import QUANTITIES
-from normscale.train.engine import Engine
-from normscale.train.loop import Step, Trainer
+from normscale.train.engines.plain import PlainEngine
+from normscale.train.loop import Trainer
 from normscale.train.observe import subject_of
+from normscale.train.recording import Step
 from normscale.train.run import run
 from normscale.train.scaler import LARGEST, Change, LossScale
 from tests.probes.test_probes import MODEL, Notes, windows
@@ -32,7 +34,7 @@ def trainer(scale: Mapping[str, object], model: Mapping[str, object] = {}, **tra
         precision=precision,
         probes={"every": 1},
     )
-    engine = Engine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
+    engine = PlainEngine(build(config.model, 32, 0), config.precision, torch.device("cpu"))
     probes = [Activations(), Gradients()]
     for probe in probes:
         probe.attach(subject_of(engine))

@@ -1,0 +1,179 @@
+"""Parts of a claim's runs, each on a machine of its own, over a folder that they share.
+
+Part I of N takes every N-th run, the dearest first, whatever is done already: so parts never meet at a run, and need no
+lock for it. That two machines do not work on the same part, or on differently cut ones, a lease sees to: a file in the
+shared folder that whoever works on a part touches every few seconds. It relies on what any shared file system has, NFS
+included: creating a file fails where it is there, a rename is whole, and times of files come from one clock. Locks
+(flock) are not relied on: on some shared folders each machine has its own.
+"""
+
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from normscale.claims.cost import Cost
+from normscale.config.schema import RunConfig
+from normscale.errors import BadInput, StoreError
+
+FOLDER = "claims/parts"
+BEAT_S = 5.0
+STALE_S = 60.0  # a holder that has not touched its lease for so long is gone
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The I-th of N parts; I counts from 1."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def share(self, runs: Sequence[tuple[T, RunConfig]]) -> list[T]:
+        """Returns this part of the runs: every N-th by what they cost, dearest first, the same on every machine."""
+        cost = Cost()  # not this machine's own, which would cut differently
+        dearest = sorted(runs, key=lambda run: -cost.of(run[1]))  # stable: of like cost, as the claim has them
+        return [run for run, _ in dearest[self.number - 1 :: self.of]]
+
+
+def part(word: str) -> Part:
+    """Returns the part that `I/N` names.
+
+    Raises:
+        BadInput: there is no such part.
+    """
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", word)
+    if found is None:
+        raise BadInput(f"--part {word}: a part is I/N, as in 1/2 and 2/2")
+    number, of = int(found[1]), int(found[2])
+    if not 1 <= number <= of:
+        raise BadInput(f"--part {word}: parts count from 1 to {of}; give one of 1/{of} ... {of}/{of}")
+    return Part(number, of)
+
+
+@contextmanager
+def leased(runs: Path, ids: Iterable[str], profile: str, part: Part) -> Iterator[None]:
+    """Holds the part of each claim for the block, so that no other process, here or elsewhere, works on it.
+
+    Raises:
+        BadInput: somebody does, or works on parts that are cut differently.
+        StoreError: the folder cannot be written.
+    """
+    folder, over = runs / FOLDER, threading.Event()
+    held: list[Path] = []
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for claim in ids:
+                mine = folder / f"{claim}-{profile}-{part.number}-of-{part.of}.json"
+                _take(mine)
+                held.append(mine)
+                _refuse_others(runs, claim, profile, part)
+        except OSError as error:
+            raise StoreError(
+                f"{folder}: cannot be written ({error.strerror}); choose another folder for the runs"
+            ) from None
+        threading.Thread(target=_beat, args=(held, over), daemon=True).start()
+        yield
+    finally:
+        over.set()
+        for path in held:
+            with suppress(OSError):
+                if _who(path) == _we():
+                    path.unlink()
+
+
+def refuse_while_leased(runs: Path, ids: Iterable[str], profile: str) -> None:
+    """Refuses to run and judge claims as a whole while parts of them are at work.
+
+    Raises:
+        BadInput: it names who works on what.
+    """
+    for claim in ids:
+        _refuse_others(runs, claim, profile, None)
+
+
+def _refuse_others(runs: Path, claim: str, profile: str, part: Part | None) -> None:
+    for path in sorted((runs / FOLDER).glob(f"{claim}-{profile}-*-of-*.json")):
+        found = re.fullmatch(re.escape(f"{claim}-{profile}-") + r"(\d+)-of-(\d+)\.json", path.name)
+        if found is None or (part is not None and int(found[2]) == part.of) or (holder := _holder(path)) is None:
+            continue
+        other = f"{found[1]}/{found[2]}"
+        wish = "wait for it" if part is None else f"wait for it, or cut it as that: --part I/{found[2]}"
+        raise BadInput(f"claim {claim}: {holder} works on part {other} of its runs; {wish}")
+
+
+def _take(path: Path) -> None:
+    """Creates a lease, or takes over one whose holder is gone."""
+    for _ in range(3):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            if (holder := _holder(path)) is not None:
+                number, _, of = path.stem.rsplit("-", 3)[1:]
+                raise BadInput(f"--part {number}/{of}: {holder} works on it; wait for it, or take another") from None
+            with suppress(FileNotFoundError):  # whoever renames it first may take it
+                gone = path.with_suffix(f".gone-{socket.gethostname()}-{os.getpid()}")
+                path.rename(gone)
+                gone.unlink()
+            continue
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(_we(), file)
+        return
+    raise BadInput(f"{path}: others take this lease again and again; look at who starts this part")
+
+
+def _holder(path: Path) -> str | None:
+    """Returns who holds a lease, None where nobody does any more."""
+    try:
+        age, found = _now(path.parent) - path.stat().st_mtime, _who(path)
+    except FileNotFoundError:
+        return None
+    if age > STALE_S:
+        return None
+    if found is None:  # it is being written
+        return "another process"
+    host, pid = found
+    gone = host == socket.gethostname() and not Path(f"/proc/{pid}").exists()
+    return None if gone else f"process {pid} on {host}"
+
+
+def _we() -> list[str]:
+    return [socket.gethostname(), str(os.getpid())]
+
+
+def _who(path: Path) -> list[str] | None:
+    """Returns host and process that a lease names."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    good = isinstance(found, list) and len(found) == 2 and all(isinstance(word, str) for word in found)
+    return found if good else None
+
+
+def _now(folder: Path) -> float:
+    """Returns the time by the clock that the folder's file times come from."""
+    path = folder / f".now-{socket.gethostname()}-{os.getpid()}"
+    try:
+        path.write_bytes(b"")
+        return path.stat().st_mtime
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _beat(held: list[Path], over: threading.Event) -> None:
+    while not over.wait(BEAT_S):
+        for path in held:
+            with suppress(OSError):
+                os.utime(path)

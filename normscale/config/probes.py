@@ -1,0 +1,68 @@
+"""The `probes` section: what is measured, and how often."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from normscale.config.values import Count, CountOrZero, Flag, Positive, Section, Whole, conflict, says, unused
+
+
+class UpdateProbeConfig(Section):
+    """The model-update probe: where F(x, theta_t) - F(x, theta_0) is measured; no steps and no interval: nowhere."""
+
+    steps: Annotated[tuple[Count, ...], says("where the model update is measured, rising; []: nowhere")] = ()
+    every: Annotated[CountOrZero, says("steps between model updates, and one at the last; 0: at steps alone")] = 0
+    sequences: Annotated[Count, says("sequences of the fixed batch it is measured on")] = 4
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "UpdateProbeConfig":
+        for before, after in zip(self.steps, self.steps[1:], strict=False):
+            if after <= before:
+                raise conflict(f"{after} comes after {before}; steps must rise", "probes.update.steps")
+        if not self.steps and not self.every and self.sequences != 4:
+            raise unused("probes.update.sequences", self.sequences, "probes.update.steps=[]", "probes.update.steps")
+        return self
+
+
+class EpsilonProbeConfig(Section):
+    """What epsilon does in every norm, and Adam's in every sublayer; it costs a forward pass over one batch."""
+
+    every: Annotated[CountOrZero, says("steps between measurements, and one at the last; 0: never")] = 0
+    rows: Annotated[Count, says("rows of each norm's input that are looked at, in fp64")] = 64
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "EpsilonProbeConfig":
+        if not self.every and self.rows != 64:
+            raise unused("probes.epsilon.rows", self.rows, "probes.epsilon.every=0", "probes.epsilon.every")
+        return self
+
+
+Several = Annotated[Whole, Field(ge=2, le=10**6)]
+
+
+class SpikesConfig(Section):
+    """What counts as a spike of the loss and of the gradient norm."""
+
+    sigmas: Annotated[Positive, says("standard deviations from the mean of the steps before")] = 6.0
+    window: Annotated[Several, says("steps before that mean and deviation are taken over")] = 128
+
+
+class ProbesConfig(Section):
+    """What is measured, and how often. `every` is in steps; `profiles` adds the rows over depth."""
+
+    every: Annotated[Count, says("steps between records")] = 10
+    profiles: Annotated[Flag, says("record arrays over depth too")] = True
+    attention: Annotated[Flag, says("with profiles: largest logit and entropy of attention, on 16 queries")] = True
+    update: UpdateProbeConfig = UpdateProbeConfig()
+    epsilon: EpsilonProbeConfig = EpsilonProbeConfig()
+    spikes: SpikesConfig = SpikesConfig()
+    stalled: Annotated[Count, says("steps in a row that are not applied before an alarm is raised")] = 5
+    layers: Annotated[
+        Flag, says("at the end: how far each block turns the stream, and the held-out loss without it")
+    ] = False
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "ProbesConfig":
+        if not self.profiles and not self.attention:
+            raise unused("probes.attention", False, "probes.profiles=false", "probes.profiles=true")
+        return self

@@ -1,0 +1,66 @@
+"""The ranks of a run: how many there are, what each computes on, and the process group they meet in."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from normscale.errors import LaunchError
+
+
+def world_size() -> int:
+    """Returns the number of ranks this process was started with.
+
+    Raises:
+        LaunchError: the environment names ranks that could never meet.
+    """
+    word = os.environ.get("WORLD_SIZE", "1")
+    if not word.isdigit() or int(word) < 1:
+        raise LaunchError(f"WORLD_SIZE={word!r} in the environment is not a number of processes; unset it")
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(word) > 1 and missing:
+        raise LaunchError(
+            f"WORLD_SIZE={word} is in the environment but {', '.join(missing)} is not; unset it, or start the ranks "
+            f"with `python -m launch local --nproc {word}`"
+        )
+    return int(word)
+
+
+def device_kind() -> str:
+    """Returns "cuda" where there is a CUDA device and ACCELERATE_USE_CPU does not keep to the CPU, else "cpu"."""
+    kept = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return "cuda" if torch.cuda.is_available() and not kept else "cpu"
+
+
+def own_device() -> torch.device:
+    """Returns the device of this rank."""
+    if device_kind() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def join(timeout_s: float) -> tuple[int, int]:
+    """Joins the process group, if that was not done yet; returns this rank and the number of ranks.
+
+    One process without variables for ranks gets a group of its own. `timeout_s` is how long ranks wait for each other.
+
+    Raises:
+        LaunchError: the group has another number of ranks than this process was started with.
+    """
+    wanted, device = world_size(), own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend, timeout = ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), timedelta(seconds=timeout_s)
+        if wanted > 1:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            own = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=own, rank=0, world_size=1, timeout=timeout)
+    if dist.get_world_size() != wanted:
+        raise LaunchError(
+            f"WORLD_SIZE={wanted} was asked for, but the process group has {dist.get_world_size()} rank(s); start the "
+            f"run with `python -m launch local --nproc {wanted}`"
+        )
+    return dist.get_rank(), wanted
