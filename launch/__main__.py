@@ -1,54 +1,142 @@
-"""`python -m launch local [--nproc N] [--device D] [--port P] [--dry-run] -- CONFIG key=value ...`"""
+"""`python -m launch LAUNCHER [options] -- CONFIG key=value ...`; `python -m launch --help` lists the launchers."""
 
+import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch import command, local
-from normscale.arguments import Parser, refuse_unknown, run_command, whole
+from launch.options import claim_words, dry_run, made_words, parser
+from normscale.arguments import refuse_unknown, run_command
 from normscale.errors import LaunchError
 
 if TYPE_CHECKING:
     from normscale.config.load import Loaded
 
-LAUNCHERS = ("local",)
+CLAIM = ("-m", "normscale", "claim", "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the launch."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["agent"]:  # talks in frames: nothing may stand between it and its streams
+        from launch.agent import main as agent
+
+        return agent()
     return run_command(lambda: _launch(words))
 
 
 def _launch(words: list[str]) -> int:
-    parser = Parser(prog="python -m launch", description=__doc__, allow_abbrev=False)
-    launchers = parser.add_subparsers(dest="launcher", required=True, metavar="|".join(LAUNCHERS))
-    here = launchers.add_parser("local", help="ranks on this machine", allow_abbrev=False)
-    here.add_argument("--nproc", type=whole, default=1, metavar="N", help="number of ranks (default 1)")
-    here.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs where there are any"
-    )
-    here.add_argument("--port", type=whole, metavar="P", help="where the ranks meet (default: a free port)")
-    here.add_argument("--dry-run", action="store_true", help="print the command and stop; DRY_RUN=1 does the same")
     if words and not words[0].startswith("-"):
-        refuse_unknown(words[0], LAUNCHERS, "a launcher")
-    mark = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:mark])
-    if mark == len(words):
-        raise LaunchError("nothing to train; write -- and then the configuration, as in: -- configs/train/quick.yaml")
+        refuse_unknown(words[0], (*LAUNCHERS, "doctor"), "a launcher")
+    if words[:1] == ["doctor"]:
+        from launch import doctor
 
-    args = settle_precision(words[mark + 1 :], os.environ)
-    rendered = command.local(args, nproc=options.nproc, device=options.device, port=options.port)
-    if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
+        return doctor.main(words[1:])
+    mark = words.index("--") if "--" in words else len(words)
+    options = parser().parse_args(words[:mark])
+    args = words[mark + 1 :]
+    if options.from_make:
+        args = made_words(os.environ, with_config=options.claim is None)
+    elif mark == len(words) and options.claim is None:
+        raise LaunchError("nothing to train; write -- and then the configuration, as in: -- configs/train/quick.yaml")
+    if options.claim is not None:
+        return LAUNCHERS[options.launcher](options, claim_words(options, args))
+    if options.profile is not None:
+        raise LaunchError("--profile: is of a claim; give --claim ID with it, or leave it out")
+    if not args:
+        raise LaunchError(
+            "no configuration to train; name one after --, as in: -- configs/train/quick.yaml train.steps=50"
+        )
+    return LAUNCHERS[options.launcher](options, settle_precision(args, os.environ))
+
+
+def _local(options: argparse.Namespace, args: list[str]) -> int:
+    if options.claim is not None:
+        if options.nproc != 1:
+            raise LaunchError("--nproc: a claim trains on one rank a run; --workers N after -- runs N at a time")
+        rendered = command.local(args, device=options.device, entry=CLAIM)
+    else:
+        rendered = command.local(args, nproc=options.nproc, device=options.device, port=options.port)
+    if dry_run(options):
         print(rendered.shell())
         return 0
+    if options.claim is None:
+        if options.nproc > 1:
+            check_config(args)
+        rendered = rendered.with_plan(args, options.nproc)
     if options.nproc == 1:
         sys.stdout.flush()
         os.execvpe(rendered.argv[0], rendered.argv, rendered.environ(os.environ))
+    return local.run(rendered, options.grace)
+
+
+def _ssh(options: argparse.Namespace, args: list[str]) -> int:
+    from launch import ssh
+    from launch.hostfile import read_hosts
+    from launch.job import Limits
+
+    if options.hostfile is None:
+        raise LaunchError("--hostfile: none is given; name a file with lines 'HOST slots=RANKS' (HOSTFILE= with make)")
+    hosts = read_hosts(options.hostfile, options.include, options.exclude)
+    limits = Limits(options.grace, options.lost_after, options.connect)
+    place = ssh.Place(options.remote_dir or os.getcwd(), options.remote_python or sys.executable)
+    if options.claim is not None:
+        if dry_run(options):
+            for some, commands in ssh.claim_steps(hosts, args, place):
+                print("\n".join(ssh.shown(some, commands, place, limits)))
+            return 0
+        return ssh.claim(hosts, args, place=place, limits=limits)
+    meeting = ssh.Meeting(options.port or 0, options.master_addr, options.device)
+    if options.port is not None:
+        command.check_port_number(options.port)
+    if dry_run(options):
+        print("\n".join(ssh.train_shown(hosts, args, place=place, meeting=meeting, limits=limits)))
+        return 0
     check_config(args)
-    return local.run(rendered)
+    return ssh.train(hosts, args, place=place, meeting=meeting, limits=limits)
+
+
+def _torchrun(options: argparse.Namespace, args: list[str]) -> int:
+    from launch.torchrun import Elastic, node_number
+    from normscale.planned import planned_in
+
+    if options.claim is not None:
+        raise LaunchError("--claim: a claim needs no rendezvous; use launch local, ssh or slurm")
+    if options.rdzv is None:
+        raise LaunchError("--rdzv: none is given; name the first host and a free port of it, as in n1:29500 (RDZV=)")
+    elastic = Elastic(options.rdzv, options.nnodes, options.nproc, options.rdzv_id, options.max_restarts)
+    rendered = elastic.command(args, options.device, os.environ, node_number(options.node, os.environ))
+    if dry_run(options):
+        print(rendered.shell())
+        return 0
+    check_config(args)
+    if planned_in(os.environ) is None:
+        rendered = rendered.with_plan(args, elastic.world())
+    return local.run(rendered, options.grace, "torchrun", restarts=options.max_restarts > 0)
+
+
+def _deepspeed(options: argparse.Namespace, args: list[str]) -> int:
+    from launch import deepspeed
+
+    return deepspeed.launch(options, args)
+
+
+def _slurm(options: argparse.Namespace, args: list[str]) -> int:
+    from launch import slurm
+
+    return slurm.launch(options, args)
+
+
+LAUNCHERS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
+    "local": _local,
+    "ssh": _ssh,
+    "deepspeed": _deepspeed,
+    "slurm": _slurm,
+    "torchrun": _torchrun,
+}
 
 
 def check_config(args: Sequence[str]) -> None:

@@ -5,11 +5,12 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from launch.plan_env import plan_env
 from normscale.errors import LaunchError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -27,7 +28,7 @@ STRAY = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-STRAY_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PYTHON_EXEC", "NORMSCALE_STATUS_DIR")
+STRAY_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PYTHON_EXEC", "NORMSCALE_STATUS_DIR", "NORMSCALE_PLAN")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Command:
     def environ(self, base: Mapping[str, str]) -> dict[str, str]:
         """Returns the environment the command runs in."""
         return {name: value for name, value in base.items() if name not in self.unsets} | self.sets
+
+    def with_plan(self, args: Sequence[str], world: int | None) -> "Command":
+        """Returns the command that also tells its ranks what was planned: so many of them, to train `args`."""
+        return replace(self, sets=self.sets | plan_env(args, world))
 
 
 def local(
@@ -75,7 +80,7 @@ def local(
         raise LaunchError(f"--nproc {nproc}: at least one process is needed")
     chosen = choose_device(device, nproc, environ)
     sets = {"ACCELERATE_USE_CPU": "true"} if chosen == "cpu" else {}
-    unsets = tuple(sorted(name for name in environ if _stray(name) and name not in sets))
+    unsets = tuple(sorted(name for name in environ if is_stray(name) and name not in sets))
     if nproc == 1:
         return Command((sys.executable, *entry, *args), sets, unsets)
     if port is not None:
@@ -137,8 +142,7 @@ def count_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
 
 def check_port(port: int) -> None:
     """Raises LaunchError unless the ranks could meet at this port of this machine."""
-    if not 1 <= port <= 65535:
-        raise LaunchError(f"--port {port}: a port is a number from 1 to 65535")
+    check_port_number(port)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -148,7 +152,14 @@ def check_port(port: int) -> None:
             raise LaunchError(f"--port {port}: {reason}; choose another, or leave --port out for a free one") from error
 
 
-def _stray(name: str) -> bool:
+def check_port_number(port: int) -> None:
+    """Raises LaunchError for what is no port."""
+    if not 1 <= port <= 65535:
+        raise LaunchError(f"--port {port}: a port is a number from 1 to 65535")
+
+
+def is_stray(name: str) -> bool:
+    """Returns whether a variable is left over from another launch."""
     return name in STRAY or name.startswith(STRAY_PREFIXES)
 
 

@@ -2,22 +2,26 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from launch.local import AgentNoise, Failure, first_failure
+from launch.failures import Failure
+from launch.noise import AgentNoise
 
 from .test_command import AWKWARD
 
 ROOT = Path(__file__).parents[2]
 DRIVER = """
-import sys
+import os, sys
 from launch import command, local
-sys.exit(local.run(command.local(sys.argv[2:], nproc=2, device="cpu", entry=(sys.argv[1],)), grace_s=2.0))
+port = int(os.environ.get("TEST_PORT", "0")) or None
+sys.exit(local.run(command.local(sys.argv[2:], nproc=2, device="cpu", entry=(sys.argv[1],), port=port), grace_s=2.0))
 """
 RANK = """
 import json, os, signal, subprocess, sys, time
@@ -78,6 +82,48 @@ def test_every_rank_gets_the_same_words(tmp_path: Path):
     assert err.splitlines() == ["on stderr"] * 2
 
 
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "free"])
+def test_ranks_meet_at_the_port_that_was_asked_for_or_a_free_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+):
+    with socket.socket() as torch_s_default, socket.socket() as probe:
+        with suppress(OSError):  # another test holds it, which is as good
+            torch_s_default.bind(("", 29500))
+            torch_s_default.listen()
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+        probe.close()
+        if asked:
+            monkeypatch.setenv("TEST_PORT", port)
+        body = "open(f'{folder}/port{rank}', 'w').write(os.environ['MASTER_PORT'])"
+        code, _, err = finish(start(tmp_path, body))
+    assert (code, err) == (0, "")
+    ports = {(tmp_path / f"port{rank}").read_text() for rank in (0, 1)}
+    assert ports == {port} if asked else (len(ports) == 1 and not ports & {port, "29500"})
+
+
+def test_a_program_that_does_not_even_parse_is_a_failure(tmp_path: Path):
+    code, _, err = finish(start(tmp_path, "def ("))
+    assert code == 1
+    assert "SyntaxError" in err
+    assert err.endswith("ended with exit code 1; the other ranks were stopped\n")
+
+
+def test_usr1_reaches_the_ranks_and_ends_nothing_by_itself(tmp_path: Path):
+    body = """
+signal.signal(signal.SIGUSR1, lambda *_: open(f'{folder}/told{rank}', 'w').close())
+open(f'{folder}/ready{rank}', 'w').close()
+while not os.path.exists(f'{folder}/told{rank}'):
+    time.sleep(0.05)
+"""
+    process, deadline = start(tmp_path, body), time.monotonic() + 60
+    while len(list(tmp_path.glob("ready*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process) == (0, "", "")
+
+
 def test_the_first_failing_rank_answers_and_its_line_is_the_only_one(tmp_path: Path):
     process = start(tmp_path, "leave(3, 'loss is NaN at step 7') if rank == '1' else time.sleep(60)")
     code, out, err = finish(process)
@@ -91,6 +137,22 @@ def test_rank_0_has_said_its_line_itself(tmp_path: Path):
         start(tmp_path, f"if rank == '0':\n    {body.replace(chr(10), chr(10) + '    ')}\ntime.sleep(60)")
     )
     assert (code, err) == (2, "normscale: bad\n")
+
+
+def test_a_rank_that_failed_but_does_not_end_is_ended(tmp_path: Path):
+    body = """
+if rank == '1':
+    try:
+        leave(4, 'cannot close the files')
+    finally:
+        time.sleep(60)
+time.sleep(60)
+"""
+    began = time.monotonic()
+    code, _, err = finish(start(tmp_path, body))
+    assert (code, err) == (4, "normscale: rank 1: cannot close the files\n")
+    assert time.monotonic() - began < 50
+    assert_gone(pids(tmp_path))
 
 
 def test_a_killed_rank_is_named(tmp_path: Path):
@@ -170,20 +232,6 @@ def test_a_launcher_that_is_killed_outright_takes_its_ranks_along(tmp_path: Path
     while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert_gone(ranks)
-
-
-def test_the_earliest_failure_counts_not_the_lowest_rank(tmp_path: Path):
-    for rank, code, t in ((0, 1, 300), (1, 3, 200), (2, 0, 100)):
-        text = json.dumps({"rank": rank, "exit_code": code, "error": f"e{rank}", "t": t})
-        (tmp_path / f"rank{rank}.status").write_text(text)
-    assert first_failure(tmp_path) == Failure(1, 3, "e1")
-
-
-def test_what_all_ranks_met_is_rank_0_s_to_say(tmp_path: Path):
-    for rank, t in ((0, 300), (1, 200)):
-        text = json.dumps({"rank": rank, "exit_code": 2, "error": "same", "t": t})
-        (tmp_path / f"rank{rank}.status").write_text(text)
-    assert first_failure(tmp_path) == Failure(0, 2, "same")
 
 
 def test_noise_of_the_agent_is_parted_from_the_ranks():

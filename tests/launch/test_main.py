@@ -19,12 +19,30 @@ QUICK = str(ACCELERATE_CONFIGS.parent / "train" / "quick.yaml")
         (["local", "--nproc", "2", "--port", "0", "--", QUICK], "--port 0"),
         (["local", "--nproc", "2", "--", QUICK, "model.M=x"], "model.M"),
         (["local", "--nproc", "2", "--", "nowhere.yaml"], "nowhere.yaml"),
+        (["local", "--profile", "smoke", "--", QUICK], "--profile: is of a claim"),
+        (["local", "--claim", "depth-ablatoin"], "did you mean 'depth-ablation'?"),
+        (["local", "--claim", "depth-ablation", "--nproc", "2"], "--workers N"),
+        (["ssh", "--", QUICK], "--hostfile: none is given"),
+        (["ssh", "--hostfile", "nowhere", "--", QUICK], "nowhere: no such hostfile"),
+        (["ssh", "--hostfile", "f", "--grace", "soon", "--", QUICK], "'soon' is not a number of seconds"),
+        (["deepspeed", "--", QUICK], "--hostfile: none is given"),
+        (["deepspeed", "--hostfile", "f", "--claim", "depth-ablation"], "use launch ssh"),
+        (["torchrun", "--", QUICK], "--rdzv: none is given"),
+        (["torchrun", "--rdzv", "here", "--", QUICK], "--rdzv here: not HOST:PORT"),
+        (["torchrun", "--rdzv", "a:1", "--nnodes", "3:2", "--", QUICK], "--nnodes 3:2"),
+        (["torchrun", "--rdzv", "a:1", "--nnodes", "2", "--node", "2", "--", QUICK], "--node 2: not one of"),
+        (["torchrun", "--rdzv", "a:1", "--node", "slurm", "--", QUICK], "no SLURM_NODEID here"),
+        (["slurm", "--nodes", "0", "--", QUICK], "--nodes 0"),
+        (["slurm", "--time", "soon", "--", QUICK], "--time soon"),
+        (["slurm", "--time", "2", "--", QUICK], "--time 2: shorter than --grace 90"),
+        (["slurm", "--gpus", "2", "--nproc", "3", "--", QUICK], "--nproc 3"),
+        (["slurm", "--partition", "a b", "--", QUICK], "--partition 'a b'"),
     ],
 )
 def test_bad_input_is_found_before_any_rank_starts(
     words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("launch.local.run", lambda command: pytest.fail("ranks were started"))
+    monkeypatch.setattr("launch.local.run", lambda *_: pytest.fail("ranks were started"))
     assert main(words) == 2
     err = capsys.readouterr().err
     assert err.startswith("normscale: ")
@@ -54,7 +72,7 @@ def test_a_precision_in_the_environment_reaches_the_ranks(
 def test_a_dry_run_prints_the_command_and_starts_nothing(
     how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("launch.local.run", lambda command: pytest.fail("ranks were started"))
+    monkeypatch.setattr("launch.local.run", lambda *_: pytest.fail("ranks were started"))
     if how == "variable":
         monkeypatch.setenv("DRY_RUN", "1")
     assert main(["local", "--nproc", "2", *["--dry-run"] * (how == "option"), "--", QUICK, "name=a b"]) == 0

@@ -1,0 +1,90 @@
+"""`launch deepspeed`: ranks started by DeepSpeed's own launcher, over pdsh.
+
+That launcher sends variables by name and by file (`.deepspeed_env` of the home and the current folder) as shell text
+on a command line that everybody on the hosts can read. So it runs in an environment trimmed to what it needs itself,
+with DS_ENV_FILE naming no file; words and variables of the ranks travel in one argument of base64 (launch/rank.py),
+and secrets not at all.
+
+The hosts are first asked by our own agents, as `launch ssh` does: that they can be reached, run the same code, and have
+the port. DeepSpeed's launcher finds our guard under the name of pdsh (launch/pdsh_guard.py), by which pdsh ends with
+this process, and the ranks with pdsh.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch import ssh
+from launch.command import Command, check_port_number
+from launch.environment import handed_on
+from launch.hostfile import Host, read_hosts
+from launch.job import Limits
+from launch.options import dry_run
+from launch.pdsh_job import PdshJob
+from launch.rank import encoded
+from normscale.errors import LaunchError
+
+SSH_ARGS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+_PLAIN = re.compile(r"[\w@+=:,./-]+")
+
+
+def launch(options: argparse.Namespace, args: list[str]) -> int:
+    """Returns the exit code of the launch.
+
+    Raises:
+        LaunchError: pdsh is missing, a host cannot be reached, or a path that DeepSpeed's launcher could not send.
+    """
+    if options.claim is not None:
+        raise LaunchError("--claim: a claim needs no DeepSpeed; use launch ssh (make launch-ssh CLAIM=ID)")
+    if options.hostfile is None:
+        raise LaunchError("--hostfile: none is given; name a file with lines 'HOST slots=RANKS' (HOSTFILE= with make)")
+    hosts = read_hosts(options.hostfile, options.include, options.exclude)
+    if options.port is not None:
+        check_port_number(options.port)
+    for what, path in (("this folder", os.getcwd()), ("this Python", sys.executable)):
+        if not _PLAIN.fullmatch(path):
+            raise LaunchError(f"{what}, {path}: DeepSpeed's launcher needs a path without spaces; use launch ssh")
+    meeting = ssh.Meeting(options.port or 0, options.master_addr, options.device)
+    if dry_run(options):
+        env = handed_on(os.environ) | ({"ACCELERATE_USE_CPU": "true"} if options.device == "cpu" else {})
+        port = options.port or ssh.DEFAULT_PORT
+        rendered = command(options.hostfile, hosts, (meeting.at(hosts), port), encoded(args, _kept(env), watch=False))
+        print(rendered.shell())
+        return 0
+    from launch.__main__ import check_config
+
+    check_config(args)
+    if shutil.which("pdsh") is None:
+        raise LaunchError("pdsh: no such program here; apt-get install pdsh, or use launch ssh, which needs none")
+    limits = Limits(options.grace)
+    place = ssh.Place()
+    with ssh.job(hosts, place, limits) as asked:
+        sites = asked.sites(meeting.port, meeting.at(hosts), by_name=ssh.INTERFACE not in os.environ)
+        env = _kept(ssh.train_env(sites, args, meeting, os.environ))
+    words = encoded(args, env, watch=True)
+    rendered = command(options.hostfile, hosts, (meeting.at(hosts), sites[0].port), words)
+    return PdshJob(rendered, hosts, place, limits).run()
+
+
+def command(hostfile: Path, hosts: Sequence[Host], master: tuple[str, int], words: str) -> Command:
+    """Returns the call of DeepSpeed's launcher, in the environment that it may see."""
+    sets = {"DS_ENV_FILE": "/dev/null", "PDSH_SSH_ARGS_APPEND": SSH_ARGS}
+    argv = (
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)),
+        *("--include", "@".join(host.name for host in hosts)),
+        *("--master_addr", master[0], "--master_port", str(master[1])),
+        *("--force_multi", "--no_ssh_check", "--no_local_rank", "--launcher_args=-N"),
+        *("--module", "launch.rank", words),
+    )
+    return Command(argv, sets)
+
+
+def _kept(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the ranks without secrets, and without the GPUs, which DeepSpeed numbers itself."""
+    return {name: value for name, value in handed_on(env).items() if name != "CUDA_VISIBLE_DEVICES"} | {
+        name: env[name] for name in ("ACCELERATE_USE_CPU", "NORMSCALE_PLAN") if name in env
+    }

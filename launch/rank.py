@@ -1,0 +1,102 @@
+"""`python -m launch.rank WORDS`: one rank, started by a launcher that is not ours, with its words byte for byte.
+
+WORDS is base64 of JSON: `words` (those of `normscale train`), `env` (variables to add), `watch`. DeepSpeed's launcher
+puts its arguments through two shells, and variables into a command line; base64 passes unharmed.
+
+With `watch`, standard input is a lifeline, through ssh, to the launcher's host: its end is the rank's end. The number
+of the rank's process, and later how it ended, are told in marked lines on stderr.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.command import ENTRY
+from launch.processes import adopt_orphans, die_with_parent, end_descendants
+
+MARK = b"\x1enormscale-rank "
+ENDING_S = 5.0
+TICK_S = 0.5
+
+
+def encoded(words: Sequence[str], env: Mapping[str, str], watch: bool) -> str:
+    """Returns the argument that `main` reads back."""
+    text = json.dumps({"words": list(words), "env": dict(env), "watch": watch}, separators=(",", ":"))
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def decoded(text: str) -> dict[str, Any]:
+    """Returns what `encoded` was given."""
+    found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code of the rank."""
+    job = decoded(argv[0])
+    path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
+    env = os.environ | {"LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE", "1"), "PATH": path} | job["env"]
+    command = [sys.executable, *ENTRY, *job["words"]]
+    if not job["watch"]:
+        os.execve(command[0], command, env)
+    return _watched(command, env)
+
+
+def _watched(command: Sequence[str], env: Mapping[str, str]) -> int:
+    parent, number = os.getppid(), int(env.get("RANK", "0"))
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever sends it sends it to the rank, too
+    with tempfile.TemporaryDirectory(prefix="normscale-rank-") as folder:
+        rank = subprocess.Popen(
+            command,
+            env={**env, "NORMSCALE_STATUS_DIR": folder},
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_fresh(die_with_parent()),  # noqa: PLW1509 (no thread runs)
+        )
+        _tell({"rank": number, "pid": rank.pid})
+        while rank.poll() is None and _has_lifeline():
+            if os.getppid() != parent:  # DeepSpeed's launcher was killed
+                break
+        end_descendants(ENDING_S)
+        code = rank.wait()
+        path = Path(folder, f"rank{number}.status")
+        _tell(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rank": number, "code": code})
+    return code if code >= 0 else 128 - code
+
+
+def _fresh(then: Callable[[], None] | None) -> Callable[[], None]:
+    """Returns what prepares the rank's process: SIGTERM is as it was, and `then`."""
+
+    def prepare() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if then is not None:
+            then()
+
+    return prepare
+
+
+def _has_lifeline() -> bool:
+    """Returns whether the launcher is still there, after a moment of waiting for its end."""
+    ready, _, _ = select.select([0], [], [], TICK_S)
+    try:
+        return not ready or os.read(0, 4096) != b""
+    except OSError:
+        return False
+
+
+def _tell(status: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, MARK + json.dumps(status).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

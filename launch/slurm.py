@@ -1,0 +1,239 @@
+"""`launch slurm`: a batch job, rendered as a script that a person can read, keep, and hand to sbatch again.
+
+The script starts one task a host, each of which starts its host's ranks (`launch torchrun --node slurm`). Told to stop,
+by SIGTERM when the job is preempted and by SIGUSR1 some time before its limit, the ranks write a checkpoint and end
+with 143; then the script queues the job again, and it goes on where it was. No variable of the caller but those of
+launch/environment.py gets into the script, and no secret.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.command import check_port_number
+from launch.environment import handed_on, trimmed
+from launch.options import dry_run
+from launch.plan_env import plan_env
+from normscale.errors import LaunchError
+
+TEMPLATES = Path(__file__).with_name("templates")
+TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+NAME = re.compile(r"[\w.+-]{1,100}")
+OURS = ("SLURM_CONF", "SBATCH_")  # settings of Slurm itself that the caller's environment may hold
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is asked of Slurm; None is left to the cluster."""
+
+    nodes: int = 1
+    gpus: int = 0
+    nproc: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    port: int | None = None
+    grace_s: int = 90
+    follow_up: int = 0
+    name: str = "normscale"
+    logs: str = "runs/slurm"
+    sbatch: tuple[str, ...] = ()
+    folder: str = "."
+    python: str = sys.executable
+
+    @property
+    def ranks(self) -> int:
+        """Returns the number of ranks of each host."""
+        return self.nproc or self.gpus or 1
+
+    def check(self) -> None:
+        """Raises LaunchError for what Slurm could not use."""
+        for name, least in (("nodes", 1), ("gpus", 0), ("follow_up", 0)):
+            if (value := getattr(self, name)) < least:
+                raise LaunchError(f"--{name.replace('_', '-')} {value}: give {least} or more")
+        if self.nproc is not None and (self.nproc < 1 or (self.gpus and self.nproc > self.gpus)):
+            raise LaunchError(f"--nproc {self.nproc}: give 1 or more ranks a host, and with GPUs at most one a GPU")
+        if self.time is not None and not TIME.fullmatch(self.time):
+            raise LaunchError(f"--time {self.time}: not a time limit; give minutes, HH:MM:SS or DAYS-HH:MM:SS (TIME=)")
+        for name in ("partition", "account", "name"):
+            value = getattr(self, name)
+            if value is not None and not NAME.fullmatch(value):
+                raise LaunchError(f"--{name} {value!r}: not a name; letters, digits and . _ + - make one")
+        if self.time is not None and minutes(self.time) * 60 < self.grace_s + 60:
+            raise LaunchError(
+                f"--time {self.time}: shorter than --grace {self.grace_s} and a minute; give it more (TIME=)"
+            )
+        for word in self.sbatch:
+            if not re.fullmatch(r"--?[!-~ ]+", word):
+                raise LaunchError(f"--sbatch {word!r}: not an option of sbatch; write e.g. --sbatch=--mem=64G")
+        if "\n" in self.logs or "%" in self.logs:
+            raise LaunchError(f"--logs {self.logs!r}: not a folder that Slurm can be told; choose a plain name")
+        if self.port is not None:
+            check_port_number(self.port)
+
+
+def minutes(limit: str) -> int:
+    """Returns a time limit in whole minutes: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, mins = (*parts, 0)[:2]
+        return (int(days) * 24 + hours) * 60 + mins
+    return parts[0] * 60 + parts[1] if len(parts) == 3 else parts[0]
+
+
+def launch(options: argparse.Namespace, args: list[str]) -> int:
+    """Submits the job, or with a dry run prints it; returns the exit code of that.
+
+    Raises:
+        LaunchError: an option that Slurm could not use, no sbatch here, or sbatch's own reason.
+    """
+    names = ("nodes", "gpus", "nproc", "time", "partition", "account", "port", "follow_up", "name", "logs")
+    given = {name: getattr(options, name) for name in names}
+    batch = Batch(**given, sbatch=tuple(options.sbatch), grace_s=int(options.grace), folder=os.getcwd())
+    batch.check()
+    stem = Path(batch.folder, batch.logs, f"{batch.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    if options.claim is not None:
+        if batch.follow_up:
+            raise LaunchError(
+                "--follow-up: a claim needs none; the same command goes on with the runs that are missing"
+            )
+        scripts = claim_scripts(batch, args, os.environ)
+    else:
+        scripts = [("", train_script(batch, args, os.environ, plan={}, script=f"{stem}.sbatch"))]
+    if dry_run(options):
+        for (suffix, text), after in zip(scripts, ("", "JOB"), strict=False):
+            path = f"{stem}{suffix}.sbatch"
+            print(f"cat > {shlex.quote(path)} <<'END-OF-SCRIPT'\n{text}END-OF-SCRIPT")
+            print(shlex.join(submit_command(path, after)))
+        return 0
+    if options.claim is None:
+        from launch.__main__ import check_config
+
+        check_config(args)
+        plan = plan_env(args, batch.nodes * batch.ranks)
+        scripts = [("", train_script(batch, args, os.environ, plan, f"{stem}.sbatch"))]
+    return _submit(batch, stem, scripts)
+
+
+def train_script(
+    batch: Batch, args: Sequence[str], environ: Mapping[str, str], plan: Mapping[str, str], script: str
+) -> str:
+    """Returns the batch script that trains; `script` is where it will lie."""
+    values = _common(batch, environ, plan) | {
+        "HEADER": _header(batch, f"--nodes={batch.nodes}", signal=f"USR1@{batch.grace_s}"),
+        "PORT": str(batch.port) if batch.port else "$((20000 + SLURM_JOB_ID % 10000))",
+        "NODES": str(batch.nodes),
+        "NPROC": str(batch.ranks),
+        "DEVICE": "cuda" if batch.gpus else "cpu",
+        "GRACE": str(batch.grace_s),
+        "WORDS": shlex.join(args),
+        "RESTARTED": _template("restarted.sh", {"SCRIPT": shlex.quote(script).replace('"', "")}),
+        "FOLLOW_UP": "",
+    }
+    if batch.follow_up:
+        tries = {"TRIES": str(batch.follow_up), "SCRIPT": shlex.quote(script)}
+        values["FOLLOW_UP"] = _template("follow_up.sh", tries)
+    return _template("train.sbatch", values)
+
+
+def claim_scripts(batch: Batch, words: Sequence[str], environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns the scripts of a claim, each with the ending of its name: parts of the runs, one a host, then a judge."""
+    judge = _claim_script(batch, words, environ, ("--nodes=1",))
+    if batch.nodes == 1:
+        return [("", judge)]
+    part = [*words, "--part"]
+    array = ("--nodes=1", f"--array=1-{batch.nodes}")
+    text = _claim_script(batch, part, environ, array, f' "$SLURM_ARRAY_TASK_ID/{batch.nodes}"')
+    return [("-parts", text), ("-judge", judge)]
+
+
+def _claim_script(
+    batch: Batch, words: Sequence[str], environ: Mapping[str, str], asks: Sequence[str], last: str = ""
+) -> str:
+    values = _common(batch, environ, {}) | {
+        "HEADER": _header(batch, *asks, signal=f"TERM@{batch.grace_s}"),
+        "WORDS": shlex.join(words) + last,
+    }
+    return _template("claim.sbatch", values)
+
+
+def submit_command(script: str, after: str = "") -> tuple[str, ...]:
+    """Returns the sbatch command; with `after`, the job waits for that one to end well."""
+    depends = (f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes") if after else ()
+    return ("sbatch", "--parsable", *depends, script)
+
+
+def _header(batch: Batch, *asks: str, signal: str) -> str:
+    logs = f"{Path(batch.folder, batch.logs)}/{batch.name}-{'%A_%a' if any('array' in ask for ask in asks) else '%j'}"
+    lines = [
+        f"--job-name={batch.name}",
+        *asks,
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={batch.ranks}" if not batch.gpus else "",
+        f"--gres=gpu:{batch.gpus}" if batch.gpus else "",
+        f"--time={batch.time}" if batch.time else "",
+        f"--partition={batch.partition}" if batch.partition else "",
+        f"--account={batch.account}" if batch.account else "",
+        f"--signal={signal}",
+        "--no-requeue" if batch.follow_up else "--requeue",
+        "--open-mode=append",
+        f"--output={shlex.quote(f'{logs}.out')}",
+        "--export=NONE",
+        *batch.sbatch,
+    ]
+    return "\n".join(f"#SBATCH {line}" for line in lines if line)
+
+
+def _common(batch: Batch, environ: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str]:
+    env = handed_on(environ) | dict(plan)
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    if not batch.gpus:
+        exports.append("export ACCELERATE_USE_CPU=true")
+    if not batch.gpus and "OMP_NUM_THREADS" not in env:
+        exports.append("export OMP_NUM_THREADS=1 # a core a rank; the same on every host, being part of what a run is")
+    return {
+        "FOLDER": shlex.quote(batch.folder),
+        "EXPORTS": "\n".join(exports),
+        "PYTHON": shlex.quote(batch.python),
+        "SRUN": 'srun --export=ALL --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"',
+        "END": _template("end.sh", {}),
+    }
+
+
+def _template(name: str, values: Mapping[str, str]) -> str:
+    """Returns a template with its @NAMES@ filled in, each once, whatever the values hold."""
+    text = (TEMPLATES / name).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines(keepends=True) if values.get(line.strip().strip("@"), "-") != ""]
+    return re.sub(r"@([A-Z_]+)@", lambda found: values[found[1]].rstrip("\n"), "".join(lines))
+
+
+def _submit(batch: Batch, stem: Path, scripts: Sequence[tuple[str, str]]) -> int:
+    if shutil.which("sbatch") is None:
+        raise LaunchError("sbatch: no such program here; log in to a host of the Slurm cluster, or use launch ssh")
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, text in scripts:
+            Path(f"{stem}{suffix}.sbatch").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"--logs {stem.parent}: cannot be written ({error.strerror}); choose another") from None
+    env = trimmed(os.environ) | {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+    job = ""
+    for suffix, _ in scripts:
+        path = f"{stem}{suffix}.sbatch"
+        done = subprocess.run(submit_command(path, job), env=env, capture_output=True, text=True)
+        if done.returncode != 0:
+            reason = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
+            raise LaunchError(f"sbatch refused the job ({reason}); its script is {path}")
+        job = done.stdout.strip().partition(";")[0]
+        print(f"job {job}: {path}")
+    print(f"output: {batch.logs}/{batch.name}-{job}.out; squeue -j {job} shows it, scancel {job} ends it")
+    return 0

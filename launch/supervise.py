@@ -1,0 +1,147 @@
+"""The ranks of one host, started through an agent of torch: what they say, which failed first, nothing left of them."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from launch.command import Command
+from launch.failures import Failure, first_failure, left_status
+from launch.noise import AgentNoise
+from launch.processes import adopt_orphans, children, die_with_parent, end_descendants, send
+
+Say = Callable[[bytes], None]
+
+POLL_S = 0.2
+PUMPS_S = 5.0  # what the last words may take; a sink that lives on holds the pipe open
+PARTIAL_S = 0.5  # how long a line may stay unfinished before it is passed on as it is
+LONGEST = 1 << 16  # and how long it may get
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of a host ended; `noise` is the agent's own words, for when nothing else says why."""
+
+    exit_code: int
+    failure: Failure | None
+    noise: bytes
+
+
+class Supervised:
+    """A command that starts ranks, in a session of its own. Make it and poll it in the main thread."""
+
+    def __init__(
+        self, command: Command, say: Say, say_out: Say | None = None, first_rank: int = 0, ranks: bool = True
+    ) -> None:
+        """Starts the command.
+
+        Args:
+            command: what starts the ranks, its direct children.
+            say: gets what the ranks write on stderr, without the agent's noise.
+            say_out: gets what they write on stdout; without it they share ours, and our stdin.
+            first_rank: number of the first rank of this host.
+            ranks: whether it starts ranks; without, it is one process that looks after what it starts (a claim).
+        """
+        adopt_orphans()  # ranks whose agent died become our children instead of getting away
+        self._folder = tempfile.TemporaryDirectory(prefix="normscale-launch-")
+        self.folder = Path(self._folder.name)
+        self._noise = AgentNoise(first_rank)
+        self._deadline: float | None = None
+        self._ranks = ranks
+        status = {"NORMSCALE_STATUS_DIR": self._folder.name} if ranks else {}
+        remote = say_out is not None
+        self.process = subprocess.Popen(
+            command.argv,
+            env=command.environ(os.environ) | status,
+            stdin=subprocess.DEVNULL if remote else None,
+            stdout=subprocess.PIPE if remote else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C reaches us alone, and we pass it on once
+            preexec_fn=die_with_parent(),  # noqa: PLW1509 (prctl alone is called)
+        )
+        assert self.process.stderr is not None
+        self._pumps = [threading.Thread(target=self._pump_lines, args=(self.process.stderr, say), daemon=True)]
+        if say_out is not None:
+            assert self.process.stdout is not None
+            self._pumps.append(threading.Thread(target=pump, args=(self.process.stdout, say_out), daemon=True))
+        for thread in self._pumps:
+            thread.start()
+
+    def poll(self) -> bool:
+        """Returns whether the ranks have ended; kills them when their time is over."""
+        if self.process.poll() is not None:
+            return True
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.process.kill()
+        return False
+
+    def failure(self) -> Failure | None:
+        """Returns the first failure that a rank has left a status of so far."""
+        return first_failure(self.folder)
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on to the ranks; while there are none yet, to what starts them.
+
+        Torch's agent would kill them 30 s after a signal, whatever they were given to save a checkpoint.
+        """
+        ranks = children(self.process.pid) if self._ranks else []
+        for pid in ranks or [self.process.pid]:
+            send(pid, number)
+
+    def end_within(self, grace_s: float) -> None:
+        """Lets the ranks end by themselves for so long; `poll` kills what is left then."""
+        deadline = time.monotonic() + grace_s
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+
+    def finish(self, wait_s: float = 5.0) -> Outcome:
+        """Returns how the ranks ended, having ended everything that they left behind."""
+        end_descendants(wait_s)
+        for thread in self._pumps:
+            thread.join(timeout=PUMPS_S)
+        code = self.process.wait()
+        noise, seen = self._noise, self._noise.killed()
+        if seen is not None and left_status(self.folder, seen.rank):
+            seen = None
+        # What the others met once a rank was killed is not the reason.
+        failure = seen or first_failure(self.folder) or (noise.failure() if code else None)
+        outcome = Outcome(failure.exit_code if failure else abs(code), failure, b"".join(noise.dropped))
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+        return outcome
+
+    def _pump_lines(self, stream: IO[bytes], say: Say) -> None:
+        for line in stream:
+            say(b"".join(self._noise.feed(line)))
+        say(b"".join(self._noise.flush()))
+
+
+def pump(stream: IO[bytes], say: Say) -> None:
+    """Passes on what comes, cut where lines end, so that the lines of two hosts do not run into each other."""
+    held = b""
+    descriptor = stream.fileno()
+    while True:
+        ready, _, _ = select.select([descriptor], [], [], PARTIAL_S if held else None)
+        if not ready:
+            say(held)
+            held = b""
+            continue
+        data = os.read(descriptor, 1 << 16)
+        if not data:
+            break
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 or (len(data) if len(held) > LONGEST else 0)
+        if cut:
+            say(held + data[:cut])
+            held = data[cut:]
+        else:
+            held += data
+    if held:
+        say(held)

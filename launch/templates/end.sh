@@ -1,0 +1,7 @@
+# 143: told to stop, with a checkpoint written. Slurm does not queue a job again that ends by itself in time.
+if [ "$code" -eq 143 ]; then
+    say "stopped with a checkpoint; it is queued again"
+    scontrol update JobId="$SLURM_JOB_ID" Requeue=1 >/dev/null 2>&1
+    scontrol requeue "$SLURM_JOB_ID" && sleep 30 # Slurm ends this shell
+fi
+exit "$code"

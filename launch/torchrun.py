@@ -1,0 +1,123 @@
+"""The commands of torchrun: ranks of one host of several, at a fixed place or by elastic rendezvous."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from launch.command import ENTRY, Command, Device, choose_device, is_stray, threads
+from normscale.errors import LaunchError
+from normscale.planned import VARIABLE
+
+TORCHRUN = ("-m", "torch.distributed.run")
+_END_POINT = re.compile(r"(?P<host>[^\s:]+|\[[^\s\]]+\]):(?P<port>\d{1,5})")
+_NODES = re.compile(r"(?P<least>\d{1,6})(:(?P<most>\d{1,6}))?")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """An elastic rendezvous: `nnodes` is N, or MIN:MAX hosts; they meet at `rdzv`, HOST:PORT."""
+
+    rdzv: str
+    nnodes: str = "1"
+    nproc: int = 1
+    rdzv_id: str = "normscale"
+    max_restarts: int = 0
+
+    def world(self) -> int | None:
+        """Returns the number of ranks, or None where it depends on who comes."""
+        least, most = nodes(self.nnodes)
+        return least * self.nproc if least == most else None
+
+    def command(
+        self,
+        args: Sequence[str],
+        device: Device = "auto",
+        environ: Mapping[str, str] = os.environ,
+        node: int | None = None,
+        entry: Sequence[str] = ENTRY,
+    ) -> Command:
+        """Returns what every host runs: the same on each, or with its number `node` where there is one.
+
+        Raises:
+            LaunchError: a value that torchrun could not use.
+        """
+        place = _END_POINT.fullmatch(self.rdzv)
+        if not place:
+            raise LaunchError(f"--rdzv {self.rdzv}: not HOST:PORT; name the first host and a free port, e.g. n1:29500")
+        nodes(self.nnodes)
+        if self.nproc < 1:
+            raise LaunchError(f"--nproc {self.nproc}: at least one process is needed")
+        if self.max_restarts < 0:
+            raise LaunchError(f"--max-restarts {self.max_restarts}: give 0 or more")
+        if node is not None:
+            least, most = nodes(self.nnodes)
+            if least != most or not 0 <= node < most:
+                raise LaunchError(f"--node {node}: not one of --nnodes {self.nnodes}, of which the first is 0")
+            master = (place["host"].strip("[]"), int(place["port"]))
+            argv = static(args, nnodes=most, node=node, nproc=self.nproc, master=master, entry=entry)
+            return here(argv, self.nproc, device, environ)
+        argv = (
+            *(sys.executable, *TORCHRUN, "--nnodes", self.nnodes, "--nproc-per-node", str(self.nproc)),
+            *("--rdzv-backend", "c10d", "--rdzv-id", self.rdzv_id, "--rdzv-endpoint", self.rdzv),
+            *("--rdzv-conf", "last_call_timeout=5", "--max-restarts", str(self.max_restarts)),
+            *(*entry, *args),
+        )
+        return here(argv, self.nproc, device, environ)
+
+
+def here(argv: tuple[str, ...], nproc: int, device: Device, environ: Mapping[str, str]) -> Command:
+    """Returns the command for this host, in an environment that no other launch has left anything in."""
+    sets = {"OMP_NUM_THREADS": str(threads(nproc, environ))}
+    if choose_device(device, nproc, environ) == "cpu":
+        sets["ACCELERATE_USE_CPU"] = "true"
+    kept = {*sets, VARIABLE}  # a batch job was planned when it was submitted
+    unsets = tuple(sorted(name for name in environ if is_stray(name) and name not in kept))
+    return Command(argv, sets, unsets)
+
+
+def node_number(word: str | None, environ: Mapping[str, str]) -> int | None:
+    """Returns the number of this host that a word stands for, None where there is none.
+
+    Raises:
+        LaunchError: it is no number, or is to be Slurm's where Slurm says none.
+    """
+    if word is None:
+        return None
+    given = environ.get("SLURM_NODEID", "") if word == "slurm" else word
+    if not re.fullmatch(r"\d{1,6}", given):
+        raise LaunchError(f"--node {word}: not the number of a host" + " (no SLURM_NODEID here)" * (word == "slurm"))
+    return int(given)
+
+
+def nodes(word: str) -> tuple[int, int]:
+    """Returns the least and the largest number of hosts that a word stands for.
+
+    Raises:
+        LaunchError: it is neither N nor MIN:MAX.
+    """
+    found = _NODES.fullmatch(word)
+    least = int(found["least"]) if found else 0
+    most = int(found["most"] or least) if found else 0
+    if not 1 <= least <= most:
+        raise LaunchError(f"--nnodes {word}: not a number of hosts; give N, or MIN:MAX as in 1:4")
+    return least, most
+
+
+def static(
+    args: Sequence[str],
+    *,
+    nnodes: int,
+    node: int,
+    nproc: int,
+    master: tuple[str, int],
+    python: str = sys.executable,
+    entry: Sequence[str] = ENTRY,
+) -> tuple[str, ...]:
+    """Returns what host number `node` of `nnodes` runs for its `nproc` ranks, which meet at `master`."""
+    return (
+        *(python, *TORCHRUN, "--nnodes", str(nnodes), "--node-rank", str(node), "--nproc-per-node", str(nproc)),
+        *("--master-addr", master[0], "--master-port", str(master[1]), "--max-restarts", "0"),
+        *(*entry, *args),
+    )

@@ -1,0 +1,77 @@
+"""What ranks say, passed on line by line, and how a host's ranks ended."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from launch import supervise
+from launch.command import Command
+from launch.supervise import Supervised, pump
+
+
+def pumped(*pieces: bytes, pause_s: float = 0.05) -> list[bytes]:
+    read, write = os.pipe()
+    said: list[bytes] = []
+    with os.fdopen(read, "rb") as stream:
+        thread = threading.Thread(target=pump, args=(stream, said.append))
+        thread.start()
+        for piece in pieces:
+            os.write(write, piece)
+            time.sleep(pause_s)
+        os.close(write)
+        thread.join(5)
+    return said
+
+
+def test_lines_are_passed_on_whole():
+    assert pumped(b"a", b"b\nc", b"\nd") == [b"ab\n", b"c\n", b"d"]
+    assert pumped(b"step 1\r", b"step", b" 2\r") == [b"step 1\r", b"step 2\r"]
+
+
+def test_what_stays_unfinished_is_passed_on_after_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervise, "PARTIAL_S", 0.1)
+    assert pumped(b"sure? ", b"yes\n", pause_s=0.4) == [b"sure? ", b"yes\n"]
+
+
+def test_a_line_may_get_long_but_not_endless(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervise, "LONGEST", 4)
+    assert b"".join(pumped(b"12345", b"6", b"789")) == b"123456789"
+    assert len(pumped(b"12345", b"6", b"789")) > 1
+
+
+def ended(code: str, **kinds: bool) -> tuple[supervise.Outcome, bytes, bytes]:
+    out, err = [], []
+    command = Command((sys.executable, "-c", code))
+    ranks = Supervised(command, err.append, out.append, **kinds)
+    deadline = time.monotonic() + 20
+    while not ranks.poll():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return ranks.finish(1.0), b"".join(out), b"".join(err)
+
+
+def test_output_and_exit_code():
+    outcome, out, err = ended("import os, sys; print('o'); print('e', file=sys.stderr); print(sys.stdin.read())")
+    assert (outcome.exit_code, outcome.failure, out, err) == (0, None, b"o\n\n", b"e\n")
+
+
+@pytest.mark.parametrize(("ranks", "has"), [(True, b"True\n"), (False, b"False\n")])
+def test_only_ranks_leave_a_status(ranks: bool, has: bytes):
+    code = "import os, sys; print('NORMSCALE_STATUS_DIR' in os.environ); sys.exit(5)"
+    outcome, out, _ = ended(code, ranks=ranks)
+    assert (outcome.exit_code, out) == (5, has)
+
+
+def test_usr1_does_not_end_what_starts_ranks():
+    outcome, out, _ = ended("import os; os.kill(os.getpid(), 10); print('alive')")
+    assert (outcome.exit_code, out) == (0, b"alive\n")
+
+
+def test_what_a_rank_left_running_is_ended():
+    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
+    _, out, _ = ended(code)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(out), 0)

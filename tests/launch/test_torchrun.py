@@ -1,0 +1,63 @@
+"""The commands of torchrun, as text."""
+
+import shlex
+import sys
+
+import pytest
+
+from launch.__main__ import main
+from launch.torchrun import Elastic, node_number, nodes
+from normscale.errors import LaunchError
+
+from .test_main import QUICK
+
+PYTHON = shlex.quote(sys.executable)
+
+
+def test_an_elastic_rendezvous_is_the_same_on_every_host():
+    elastic = Elastic("n1:29500", "1:4", 2, "job7", 3)
+    assert elastic.command(["c.yaml", "name=a b"], "cpu", {"OMP_NUM_THREADS": "1"}).shell() == (
+        f"OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true {PYTHON} -m torch.distributed.run --nnodes 1:4 --nproc-per-node 2 "
+        "--rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint n1:29500 --rdzv-conf last_call_timeout=5 "
+        "--max-restarts 3 -m normscale train c.yaml 'name=a b'"
+    )
+    assert elastic.world() is None
+    assert Elastic("n1:29500", "3", 2).world() == 6
+
+
+def test_a_numbered_host_meets_the_others_at_a_fixed_place():
+    rendered = Elastic("[::1]:29500", "2", 2).command(["c.yaml"], "cpu", {"OMP_NUM_THREADS": "1"}, 1)
+    assert rendered.shell().endswith(
+        f"{PYTHON} -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr ::1 "
+        "--master-port 29500 --max-restarts 0 -m normscale train c.yaml"
+    )
+
+
+def test_a_plan_made_before_is_kept_and_other_leftovers_are_not():
+    environ = {"NORMSCALE_PLAN": "x", "RANK": "1", "NORMSCALE_STATUS_DIR": "y"}
+    rendered = Elastic("n1:29500").command(["c.yaml"], "cpu", environ)
+    assert rendered.unsets == ("NORMSCALE_STATUS_DIR", "RANK")
+
+
+@pytest.mark.parametrize("word", ["", "0", "2:1", "1:2:3", "a", "-1", "1:"])
+def test_what_is_no_number_of_hosts(word: str):
+    with pytest.raises(LaunchError, match="--nnodes"):
+        nodes(word)
+
+
+def test_the_number_of_a_host():
+    assert node_number(None, {}) is None
+    assert node_number("3", {}) == 3
+    assert node_number("slurm", {"SLURM_NODEID": "1"}) == 1
+    with pytest.raises(LaunchError, match="no SLURM_NODEID here"):
+        node_number("slurm", {})
+
+
+def test_the_ranks_get_the_plan(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr("launch.local.run", lambda command, *_, **__: seen.append(command) or 0)
+    words = ["torchrun", "--rdzv", "n1:29500", "--device", "cpu"]
+    assert main([*words, "--nnodes", "2", "--", QUICK]) == 0
+    assert '"world":2,"hosts":null' in seen[-1].sets["NORMSCALE_PLAN"]
+    assert main([*words, "--nnodes", "1:2", "--", QUICK]) == 0
+    assert '"world":null' in seen[-1].sets["NORMSCALE_PLAN"]
