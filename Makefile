@@ -12,14 +12,30 @@ NPROC ?= 1
 CLAIM ?= core
 PROFILE ?= cpu
 PORT ?= 5000
+HOSTFILE ?=
+NODES ?= 1
+GPUS ?= 0
+TIME ?=
+PARTITION ?=
+RDZV ?=
+NNODES ?= 1
+OPTIONS ?=
 ARGS ?=
 
 PY := .venv/bin/python
 # One shell word, whatever a value holds. ARGS stays as it was written: it is shell words already.
 quoted = '$(subst ','\'',$(value $(1)))'
+# What trains gets CONFIG and ARGS by environment, as written: a newline in them would end a recipe's line.
+unexport ARGS CONFIG OPTIONS # make would expand what is in them
+train launch launch-ssh launch-deepspeed launch-slurm launch-torchrun doctor: export NORMSCALE_MAKE_CONFIG := $(value CONFIG)
+train launch launch-ssh launch-deepspeed launch-slurm launch-torchrun doctor: export NORMSCALE_MAKE_ARGS := $(value ARGS)
+# Options of a launcher: those with a value, and those that were given.
+with = $(if $(strip $(value $(2))),$(1) $(call quoted,$(2)))
+if_given = $(if $(call given,$(2)),$(1) $(call quoted,$(2)))
+to_train = $(call if_given,--claim,CLAIM) $(call if_given,--profile,PROFILE) $(value OPTIONS) --from-make
 
 # make takes `model.M=7` for a variable of its own, and nobody would ever read it: settings belong into ARGS.
-OWN := PYTHON TORCH_INDEX CONFIG NPROC CLAIM PROFILE PORT DRY_RUN
+OWN := PYTHON TORCH_INDEX CONFIG NPROC CLAIM PROFILE PORT HOSTFILE NODES GPUS TIME PARTITION RDZV NNODES OPTIONS DRY_RUN
 STRAY_NAMES := name seed model data train precision probes checkpoint tracking args config nproc claim profile port
 given = $(if $(filter command,$(firstword $(origin $(1)))),$(1))
 as_word = $(if $(word 2,$(value $(1))),'$(1)=$(value $(1))',$(1)=$(value $(1)))
@@ -29,6 +45,10 @@ ifneq ($(strays),)
 known := $(strip $(foreach one,$(OWN),$(if $(call given,$(one)),$(call as_word,$(one)))))
 words := $(strip $(value ARGS) $(foreach one,$(strays),$(call as_word,$(one))))
 $(error $(firstword $(strays)): settings go into ARGS: make $(strip $(or $(MAKECMDGOALS),train) $(known)) ARGS="$(words)")
+endif
+
+ifneq ($(and $(call given,CONFIG),$(call given,CLAIM)),)
+$(error CONFIG and CLAIM: both are given; give the one that is to be trained)
 endif
 
 # The environment is as it should be when this file is newer than what it was made from.
@@ -57,6 +77,10 @@ reproduce: $(STAMP) ## trains the core claims' runs, judges them, writes the rep
 test: $(STAMP) ## runs the tests (ARGS= for pytest)
 	@$(PY) -m pytest -q -n auto --maxprocesses 4 $(value ARGS)
 
+.PHONY: test-multinode
+test-multinode: $(STAMP) ## runs the launchers on real hosts, with faults; root, 12 minutes (ARGS= for pytest)
+	@$(PY) -m pytest -q -m multinode --durations=5 tests/multinode $(value ARGS)
+
 .PHONY: test-gpu
 test-gpu: $(STAMP) ## runs the tests that need a GPU (ARGS= for pytest)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
@@ -82,7 +106,33 @@ format: $(STAMP) ## formats the code and mends what lint can mend
 
 .PHONY: train
 train: $(STAMP) ## trains one model (CONFIG= NPROC=1 ARGS="key=value ...")
-	@$(PY) -m launch local --nproc $(call quoted,NPROC) -- $(call quoted,CONFIG) $(value ARGS)
+	@$(PY) -m launch local --nproc $(call quoted,NPROC) $(call if_given,--port,PORT) $(value OPTIONS) --from-make
+
+.PHONY: launch
+launch: $(STAMP) ## trains on this machine, a model or a claim (NPROC=1 CONFIG= or CLAIM= PROFILE=, PORT= ARGS=)
+	@$(PY) -m launch local --nproc $(call quoted,NPROC) $(call if_given,--port,PORT) $(to_train)
+
+.PHONY: launch-ssh
+launch-ssh: $(STAMP) ## the same on the hosts of a hostfile, over ssh (HOSTFILE=file with lines "host slots=N")
+	@$(PY) -m launch ssh $(call with,--hostfile,HOSTFILE) $(call if_given,--port,PORT) $(to_train)
+
+.PHONY: launch-deepspeed
+launch-deepspeed: $(STAMP) ## the same through DeepSpeed's own launcher and pdsh (HOSTFILE=)
+	@$(PY) -m launch deepspeed $(call with,--hostfile,HOSTFILE) $(call if_given,--port,PORT) $(to_train)
+
+.PHONY: launch-slurm
+launch-slurm: $(STAMP) ## the same as a job of Slurm (NODES=1 GPUS=a node TIME= PARTITION=)
+	@$(PY) -m launch slurm --nodes $(call quoted,NODES) --gpus $(call quoted,GPUS) $(call with,--time,TIME) \
+	    $(call with,--partition,PARTITION) $(call if_given,--nproc,NPROC) $(call if_given,--port,PORT) $(to_train)
+
+.PHONY: launch-torchrun
+launch-torchrun: $(STAMP) ## this host's ranks of an elastic launch, to be typed on each host (RDZV=host:port NNODES=1 or MIN:MAX)
+	@$(PY) -m launch torchrun $(call with,--rdzv,RDZV) --nnodes $(call quoted,NNODES) --nproc $(call quoted,NPROC) $(to_train)
+
+.PHONY: doctor
+doctor: $(STAMP) ## says what would go wrong in training, here or on hosts (HOSTFILE=file or NODES=a,b, CONFIG= PORT=)
+	@$(PY) -m launch doctor $(call if_given,--hostfile,HOSTFILE) $(call if_given,--nodes,NODES) \
+	    $(call if_given,--port,PORT) $(value OPTIONS) --from-make
 
 .PHONY: claim
 claim: $(STAMP) ## runs and judges one claim (CLAIM=id PROFILE=smoke|cpu|gpu ARGS=)
@@ -99,6 +149,10 @@ report: $(STAMP) ## writes the report from the stored records (ARGS=)
 .PHONY: ui
 ui: $(STAMP) ## serves the MLflow UI on this machine and prints its address (PORT=5000)
 	@$(PY) -m normscale ui --port $(call quoted,PORT) $(value ARGS)
+
+.PHONY: server
+server: $(STAMP) ## serves a tracking store that several machines share (PORT=5000 ARGS="--host 0.0.0.0 --store URI")
+	@$(PY) -m normscale server --port $(call quoted,PORT) $(value ARGS)
 
 .PHONY: sync
 sync: $(STAMP) ## replays the stored records into MLflow again (ARGS=)

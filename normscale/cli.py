@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normscale.arguments import Parser, Stopped, refuse_unknown, run_command, say_error, stoppable, whole
-from normscale.errors import BadInput, NonFiniteStop, StoreError
+from normscale.arguments import Parser, Stopped, number, refuse_unknown, run_command, say_error, stoppable, whole
+from normscale.errors import BadInput, NonFiniteStop, NormscaleError, StoreError
 
 if TYPE_CHECKING:
     from normscale.config.load import Loaded
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "exit codes: 0 well, 1 failed, 2 bad input, 3 stopped on non-finite values, 130 interrupted (Ctrl-C),"
-    " 143 stopped by SIGTERM"
+    " 143 stopped by SIGTERM (with checkpoints: after one, to be started again)"
 )
 CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
-COMMANDS = ("train", "check", "show", "diff", "removal", "claim", "sync", "ui")
+COMMANDS = ("train", "check", "plan", "show", "diff", "removal", "claim", "sync", "ui", "server")
 CLAIM_COMMANDS = ("list", "run", "report")
 DEFAULT_RUNS, DEFAULT_URI = "runs", "sqlite:///mlflow.db"
 SYNC_S = 60.0  # what the last replay may take after training
@@ -33,22 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of one command."""
     words = list(sys.argv[1:] if argv is None else argv)
     said: list[str] = []
-    stopped: list[Stopped] = []
+    ended: list[NormscaleError | Stopped] = []
 
     def say(line: str) -> None:
         said.append(line)
-        if _status_dir() and stopped:
+        speaker = getattr(ended[0], "speaker", None) if ended else None  # of what all ranks say alike
+        if _status_dir() and ended and isinstance(ended[0], Stopped) and speaker is None:
             return  # the launcher that stopped us says why
-        if _rank() == 0:
+        if _rank() == 0 if _status_dir() or speaker is None else _rank() == speaker:
             say_error(line)
-        elif not _status_dir():  # with a status folder the launcher says it, once
+        elif not _status_dir() and speaker is None:  # with a status folder the launcher says it, once
             say_error(f"rank {_rank()}: {line}")
 
     def run() -> int:
         try:
             return _run(words)
-        except Stopped as error:
-            stopped.append(error)
+        except (NormscaleError, Stopped) as error:
+            ended.append(error)
             raise
 
     code = run_command(run, say)
@@ -87,6 +88,18 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--yaml", action="store_true", help="also print the whole configuration, as YAML")
     check.set_defaults(call=_check)
 
+    plan = commands.add_parser("plan", help="say what a run would take, before it is paid for", allow_abbrev=False)
+    plan.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)
+    plan.add_argument("--gpus", type=whole, default=1, metavar="N", help="GPUs in all (default 1)")
+    plan.add_argument("--per-host", type=whole, default=8, metavar="N", help="GPUs of one host (default 8)")
+    plan.add_argument("--gpu", metavar="NAME", help="what they are, as h200 (default: this machine's)")
+    plan.add_argument("--memory", type=number, metavar="GiB", help="the memory of one, where it has another")
+    plan.add_argument("--vocab", type=whole, metavar="N", help="tokens of another vocabulary than the bytes, on paper")
+    plan.add_argument("--mfu", type=number, metavar="SHARE", help="of the peak; default: as measured, else assumed")
+    plan.add_argument("--hours-budget", type=number, metavar="H", help="GPU-hours there are; exit code 1 if too few")
+    plan.add_argument("--json", action="store_true", help="the same for programs, in bytes")
+    plan.set_defaults(call=_plan)
+
     names = "a run: its folder, its name, the beginning or a part of that, or latest"
     show = commands.add_parser("show", help="say what a run is and how it went; list the newest", allow_abbrev=False)
     show.add_argument("run", nargs="?", metavar="RUN", help=f"{names}; without one, the newest runs are listed")
@@ -114,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--profile", choices=("smoke", "cpu", "gpu"), default="cpu", help="how much (default cpu)")
     run.add_argument("--dry-run", action="store_true", help="list the runs, start none (as DRY_RUN=1)")
     run.add_argument("--workers", type=whole, help="runs at a time (default: one a core)")
+    shared = "every N-th run alone, for one of N machines with a common --runs; a start without --part judges them"
+    run.add_argument("--part", metavar="I/N", help=shared)
     _store(run)
     run.set_defaults(call=_claim_run)
     report = claims.add_parser("report", help="write the report from stored records", allow_abbrev=False)
@@ -122,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(call=_claim_report)
 
     sync = commands.add_parser("sync", help="replay the stored records into MLflow", allow_abbrev=False)
+    some = "runs, as for show, or folders of runs; without any, all of --runs"
+    sync.add_argument("words", nargs="*", metavar="RUN", help=some)
     _store(sync)
     sync.set_defaults(call=_sync)
 
@@ -129,6 +146,17 @@ def _parser() -> argparse.ArgumentParser:
     ui.add_argument("--port", type=_port, default=5000, help="(default 5000)")
     _store(ui)
     ui.set_defaults(call=_ui)
+
+    server = commands.add_parser("server", help="serve an MLflow store that several machines share", allow_abbrev=False)
+    server.add_argument(
+        "--host", default="127.0.0.1", help="what to listen on (default 127.0.0.1; 0.0.0.0: everything)"
+    )
+    server.add_argument("--port", type=_port, default=5000, help="(default 5000)")
+    stores = "sqlite:///FILE or postgresql://USER@HOST/NAME (default sqlite:///server.db, or MLFLOW_BACKEND_STORE_URI)"
+    server.add_argument("--store", metavar="URI", help=stores)
+    server.add_argument("--name", action="append", default=[], help="another name that machines call this one by")
+    server.add_argument("--artifacts", type=Path, metavar="FOLDER", help="where files go (default mlartifacts)")
+    server.set_defaults(call=_server)
     return parser
 
 
@@ -190,18 +218,19 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_until_stopped(options: argparse.Namespace) -> int:
     from normscale.config.agreement import settled
-
-    loaded = settled(_loaded(options.words, "normscale train"), os.environ)
-    _check_folder(Path(loaded.config.tracking.runs), "tracking.runs", made=True)
     from normscale.models.plan import resolve
+
+    with _told_to_others():
+        loaded = settled(_loaded(options.words, "normscale train"), os.environ)
+        _check_folder(Path(loaded.config.tracking.runs), "tracking.runs", made=True)
+        with loaded.sources.placed():
+            resolve(loaded.config.model)
     from normscale.progress import Progress
     from normscale.train.run import run
 
-    with loaded.sources.placed():
-        resolve(loaded.config.model)
     if _rank() != 0:
         with loaded.sources.placed():
-            return _exit_code(run(loaded.config, fresh=options.fresh))
+            return _exit_code(run(loaded.config, fresh=options.fresh, words=options.words))
     tracking = loaded.config.tracking
     if tracking.uri is not None:
         from normscale.tracking.mlflow_store import check_place
@@ -219,6 +248,7 @@ def _train_until_stopped(options: argparse.Namespace) -> int:
                 result = run(
                     loaded.config,
                     fresh=options.fresh,
+                    words=options.words,
                     on_start=start_sink,
                     on_resume=lambda step, path: print(f"went on from step {step} ({path})", flush=True),
                     on_step=progress,
@@ -227,6 +257,19 @@ def _train_until_stopped(options: argparse.Namespace) -> int:
             progress.end()
     _say_result(result, tracking.uri)
     return _exit_code(result)
+
+
+@contextlib.contextmanager
+def _told_to_others() -> Iterator[None]:
+    """Ends all ranks where one of them cannot even read its configuration, instead of leaving them to wait for it."""
+    try:
+        yield
+    except BadInput as error:
+        if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+            from normscale.train.rendezvous import Meeting
+
+            Meeting({}).fail(error)
+        raise
 
 
 def _exit_code(result: "RunResult") -> int:
@@ -300,24 +343,20 @@ def _check(options: argparse.Namespace) -> int:
     loaded = _loaded(options.words, "normscale check")
     from normscale.config.load import dump
     from normscale.models.backend import norm_backend
-    from normscale.models.builder import build
     from normscale.models.plan import resolve
-    from normscale.train.engine import device_kind
+    from normscale.train.engines.ranks import device_kind
 
     with loaded.sources.placed():
         plan = resolve(loaded.config.model)
         backend = norm_backend(plan, loaded.config.precision, device_kind())
-    import torch
-
     from normscale.claims.cost import VOCAB
+    from normscale.plan.skeleton import skeleton
     from normscale.tracking.show import amount
     from normscale.train.flops import flops_per_step, lengths_of
 
     config = loaded.config
     both = config.topology == "encoder-decoder"
-    with torch.device("meta"):  # shapes without memory
-        model = build(config.model, vocab=VOCAB, seed=config.seed)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(skeleton(config.model, VOCAB).parameters().values())
     batch, lengths = config.train.batch, lengths_of(config.model)
     tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
     flops = amount(flops_per_step(config.model, VOCAB, batch), "FLOP")
@@ -329,6 +368,21 @@ def _check(options: argparse.Namespace) -> int:
     if options.yaml:
         print(f"\n{dump(config).rstrip()}")
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    loaded = _loaded(options.words, "normscale plan")
+    from normscale.config.deepspeed import filled
+    from normscale.plan.gpus import find_gpu
+    from normscale.plan.make import Asked, made
+    from normscale.plan.page import as_json, page
+
+    gpu = find_gpu(options.gpu, options.memory)
+    asked = Asked(options.gpus, options.per_host, gpu, options.vocab, options.mfu, options.hours_budget)
+    with loaded.sources.placed():
+        plan = made(filled(loaded).config, asked)
+    print(json.dumps(as_json(plan)) if options.json else page(plan))
+    return 1 if False in (plan.fits, plan.in_budget) else 0
 
 
 def _estimates(config: "RunConfig", device: str) -> list[str]:
@@ -422,8 +476,13 @@ def _claim_run(options: argparse.Namespace) -> int:
     if not ids:
         raise BadInput("claim run: no claim; name one of normscale claim list (make claims-list), or give --core")
     _check_folder(options.runs, "--runs", made=True)
+    part = None
+    if options.part is not None:
+        from normscale.claims.parts import part as part_of
+
+        part = part_of(options.part)
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
-        print("\n".join(planned(ids, options.profile, options.runs, options.workers)))
+        print("\n".join(planned(ids, options.profile, options.runs, options.workers, part)))
         return 0
     uri = None if options.uri == "null" else options.uri  # as tracking.uri=null
     try:
@@ -432,7 +491,7 @@ def _claim_run(options: argparse.Namespace) -> int:
                 from normscale.tracking.mlflow_store import check_place
 
                 check_place(uri)  # before anything is said
-            return run_claims(ids, options.profile, runs=options.runs, uri=uri, workers=options.workers)
+            return run_claims(ids, options.profile, runs=options.runs, uri=uri, workers=options.workers, part=part)
     except KeyboardInterrupt as error:
         kept = str(error) or "finished runs are kept; the same command goes on with the others"
         print(kept, file=sys.stderr)
@@ -451,30 +510,43 @@ def _claim_report(options: argparse.Namespace) -> int:
 
 
 def _sync(options: argparse.Namespace) -> int:
+    from normscale.tracking.address import resolve
+    from normscale.tracking.find import folders_of
     from normscale.tracking.mlflow_sink import sync
-    from normscale.tracking.mlflow_store import resolve
 
-    _check_folder(options.runs, "--runs", made=False)
+    if not options.words:
+        _check_folder(options.runs, "--runs", made=False)
+    asked = folders_of(options.words, options.runs)
     with _uri_option():
-        report = sync(options.runs, resolve(options.uri))
-    print(report)
-    return 0 if report.ok else 1
+        uri = resolve(options.uri)
+    reports = [sync(runs, uri, only) for runs, only in asked.items()]
+    print("\n".join(map(str, reports)))
+    return 0 if all(report.ok for report in reports) else 1
 
 
 def _ui(options: argparse.Namespace) -> int:
-    from normscale.tracking.sink_process import ui
+    from normscale.tracking.server import ui
 
     with _uri_option():
         return ui(options.uri, options.port, options.runs)
 
 
+def _server(options: argparse.Namespace) -> int:
+    from normscale.tracking.server import server
+
+    with _uri_option("--store"):
+        return server(options.store, options.host, options.port, options.name, options.artifacts)
+
+
 @contextlib.contextmanager
-def _uri_option() -> Iterator[None]:
+def _uri_option(option: str = "--uri") -> Iterator[None]:
     """Lets an error about the store name the option that gave it here, instead of the configuration's key."""
     try:
         yield
     except StoreError as error:
-        said = str(error).replace("tracking.uri: ", "--uri: ", 1).replace("tracking.uri=sqlite", "--uri sqlite")
+        said = str(error).replace("tracking.uri: ", f"{option}: ", 1).replace("tracking.uri=sqlite", f"{option} sqlite")
+        if option == "--store":  # which is a server's, and no server
+            said = said.replace("http://<host>:<port>", "postgresql://<user>@<host>/<name>")
         raise StoreError(said) from error
 
 

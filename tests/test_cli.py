@@ -46,7 +46,7 @@ QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
         (["train", QUICK, "model.depth=6"], "write model.N (encoder blocks) or model.M (decoder blocks)"),
         (["train", QUICK, "train.learning_rate=1"], "write train.optim.lr"),
         (["train", QUICK, "name=two", "ranks"], "put both into quotes: 'name=two ranks'"),
-        ([], "train|check|show|diff|removal|claim|sync|ui"),
+        ([], "train|check|plan|show|diff|removal|claim|sync|ui"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
@@ -104,7 +104,7 @@ def test_a_broken_manifest_is_one_line(text: str, tmp_path: Path, capsys: pytest
         ("sqlite:///mlflow.db", "MLflow: make ui"),
         ("sqlite:///a b.db", "MLflow: make ui ARGS=\"--uri 'sqlite:///a b.db'\""),
         ("http://127.0.0.1:5000", "MLflow: http://127.0.0.1:5000"),
-        ("postgresql://h/db", "MLflow: mlflow server --backend-store-uri postgresql://h/db"),
+        ("postgresql://h/db", 'MLflow: make server ARGS="--store postgresql://h/db"'),
     ],
 )
 def test_the_command_that_shows_a_run_is_said(
@@ -123,7 +123,7 @@ def test_the_end_of_a_run_says_what_its_loss_means_and_where_it_is_shown(
 ):
     from normscale.cli import _say_result
     from normscale.tracking import sink_state
-    from normscale.tracking.mlflow_store import resolve
+    from normscale.tracking.address import resolve
     from normscale.train.run import RunResult
 
     uri = "sqlite:///mlflow.db"
@@ -179,11 +179,13 @@ def test_a_run_that_goes_on_says_from_where(
         stop = lambda self, step, steps, loss: signal.raise_signal(signal.SIGTERM) if step == 3 else None  # noqa: E731
         patch.setattr("normscale.progress.Progress.__call__", stop)
         assert main(words) == 143
-    assert "went on" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "went on" not in said.out
+    assert said.err == "normscale: stopped by SIGTERM after step 3, with a checkpoint to go on from\n"
     (run_dir,) = tmp_path.iterdir()
     assert main(words) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == f"went on from step 2 ({run_dir / 'checkpoints' / 'step-00000002'})"
+    assert out[0] == f"went on from step 3 ({run_dir / 'checkpoints' / 'step-00000003'})"
     assert out[-2].startswith("finished")
 
 
@@ -307,7 +309,8 @@ def test_training_does_not_need_a_tracking_server(tmp_path: Path, capsys: pytest
     assert record.finished
     assert record.series["loss_train"].steps == [1, 2, 3, 4, 5]
     captured = capsys.readouterr()
-    assert captured.err == f"normscale: MLflow is not up to date (see {runs / 'sink.log'}); {typed('sync')} mends it\n"
+    mend = typed("sync", "--uri", "http://127.0.0.1:9", "--runs", str(runs))
+    assert captured.err == f"normscale: MLflow is not up to date (see {runs / 'sink.log'}); {mend} mends it\n"
     assert captured.out.splitlines()[-1] == "MLflow: http://127.0.0.1:9"
 
 
