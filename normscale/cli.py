@@ -340,7 +340,9 @@ def _than_unigram(loss: float, unigram: float) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    loaded = _loaded(options.words, "normscale check")
+    from normscale.config.deepspeed import filled
+
+    loaded = filled(_loaded(options.words, "normscale check"))
     from normscale.config.load import dump
     from normscale.models.backend import norm_backend
     from normscale.models.plan import resolve

@@ -172,7 +172,7 @@ def check_precision(config: RunConfig, device: str) -> None:
     """Refuses a precision that this engine would not honour.
 
     Raises:
-        ConfigError: fp16 or fp8 on a CPU, or parameters in bf16.
+        ConfigError: fp16 on a CPU or with offload, fp8, or parameters in bf16.
     """
     precision = config.precision
     if precision.compute in SCALED and (device == "cpu" or precision.compute != "fp16"):
@@ -181,6 +181,12 @@ def check_precision(config: RunConfig, device: str) -> None:
             f"precision.compute: DeepSpeed does not train in {precision.compute} {where}; set precision.compute=bf16, "
             "or engine.name=ddp, which rounds to it",
             key="precision.compute",
+        )
+    if precision.compute in SCALED and config.engine.offload != "none":
+        raise ConfigError(
+            f"engine.offload: {config.engine.offload} takes gradients before the loss scale is taken out of them; set "
+            "engine.offload=none or precision.compute=bf16",
+            key="engine.offload",
         )
     if precision.params != "fp32":
         raise ConfigError(

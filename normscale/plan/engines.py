@@ -114,7 +114,8 @@ def _deepspeed(config: RunConfig, size: Size) -> Memory:
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
     if stage == 0:
         masters = own * FULL if each == 2 else 0
-        return Memory(own * each, own * each, size.momenta * own * FULL + masters, min(own, BUCKET) * each, held=False)
+        gradients = (own + min(own, BUCKET)) * each  # and a flat copy of what is reduced at a time
+        return Memory(own * each, gradients, size.momenta * own * FULL + masters, 0, held=False)
     offloaded = config.engine.offload == "cpu"
     twice = 2 if zero.get("overlap_comm", stage == 3) and stage < 3 else 1
     buffers = bucket * (FULL if stage == 1 else each) * twice
@@ -126,13 +127,14 @@ def _deepspeed(config: RunConfig, size: Size) -> Memory:
         if offloaded:
             return Memory(own * each, own * each if stage == 1 else 0, 0, buffers, masters + states + step, held=False)
         return Memory(own * each, max(gradients, step), masters + states, buffers, held=False)
-    masters = share * FULL if each == 2 or offloaded else 0
+    masters = share * FULL
     live = min(own, int(zero.get("stage3_max_live_parameters", LIVE)))
     ahead = min(own, int(zero.get("stage3_prefetch_bucket_size", PREFETCHED)))
     buffers += (live + ahead) * each
     if offloaded:
         return Memory(0, 0, 0, buffers, masters + states + share * (FULL + each))
-    return Memory(share * each, share * each, masters + states, buffers)  # its gradients have a place of their own
+    # Empirical, of two CPU ranks: the share of the weights stands there twice, and its gradient once more for the step.
+    return Memory(2 * share * each, share * (each + FULL), masters + states, buffers)
 
 
 def _zero_settings(config: RunConfig, world: int) -> Mapping[str, Any]:

@@ -31,21 +31,25 @@ class Hours:
     gpu: float
     step_s: float
     rate: Rate
+    by_links: bool  # whether a step takes what its bytes take on the slowest link, not what its products take
 
 
-def hours_of(config: RunConfig, flops_a_step: float, gpu: Gpu, gpus: int, rate: Rate) -> Hours | None:
+def hours_of(
+    config: RunConfig, flops_a_step: float, gpu: Gpu, gpus: int, rate: Rate, links_s: float = 0.0
+) -> Hours | None:
     """Returns the hours of all steps and evaluations; None where the peak of the GPU is not published.
 
-    What ranks wait for each other is part of the rate, not added.
+    What ranks wait for each other is part of the rate, not added; but no step is shorter than `links_s`.
     """
     peak = gpu.peak(config.precision)
     if peak is None:
         return None
     passes = RECOMPUTED if config.model.checkpointing else 1.0
-    step_s = passes * flops_a_step / (peak * rate.mfu * gpus)
+    products_s = passes * flops_a_step / (peak * rate.mfu * gpus)
+    step_s = max(products_s, links_s)
     train = config.train
     steps = train.steps + (steps_of(config) - train.steps) * gpus / passes  # every rank evaluates everything
-    return Hours(steps * step_s / 3600, steps * step_s * gpus / 3600, step_s, rate)
+    return Hours(steps * step_s / 3600, steps * step_s * gpus / 3600, step_s, rate, links_s > products_s)
 
 
 def rate_of(config: RunConfig, gpu: Gpu, runs: Path, given: float | None) -> Rate:

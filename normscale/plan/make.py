@@ -113,19 +113,20 @@ def made(config: RunConfig, asked: Asked) -> Made:
     momenta = 2 if train.optim.name == "adamw" else int(train.optim.momentum > 0)
     size = Size(total, max(blocks), ends, momenta, world)
     micro = train.batch // (world * train.accumulate)
-    passes = {again: _pass(found, config, micro, again) for again in (False, True)}
-    evaluation = _evaluation(found, config)
-    rows = [_row(option, found, config, size, micro, passes) for option in options(world)]
+    cached = _cached(name_of(config.engine, world))
+    passes = {again: _pass(found, config, micro, again, cached) for again in (False, True)}
+    evaluation = _evaluation(found, config, micro, cached)
+    rows = [_row(option, found, config, size, micro, passes, cached) for option in options(world)]
     chosen = next(row for row in rows if row.name == name_of(config.engine, world))
     flops = flops_per_step(config.model, vocab, train.batch)
-    hours = None
-    if asked.gpu is not None:
-        rate = rate_of(config, asked.gpu, Path(config.tracking.runs), asked.mfu)
-        hours = hours_of(config, flops, asked.gpu, world, rate)
     weight = 2 if config.engine.name == "deepspeed" and native_bf16(config) else 4
     wire = 2 if config.precision.reduce == "bf16" else 4
     moved = sent(chosen.name, total, world, train.accumulate, weight, wire)
     crossed = links(sum(one.by_each(world) for one in moved), asked.gpu, world, asked.per_host)
+    hours = None
+    if asked.gpu is not None:
+        rate = rate_of(config, asked.gpu, Path(config.tracking.runs), asked.mfu)
+        hours = hours_of(config, flops, asked.gpu, world, rate, max((link.seconds for link in crossed), default=0.0))
     plan = Made(
         config=config,
         asked=asked,
@@ -145,13 +146,17 @@ def made(config: RunConfig, asked: Asked) -> Made:
     return plan if plan.fits in (None, True) else replace(plan, accumulate=_accumulate(plan))
 
 
-def _pass(found: Skeleton, config: RunConfig, sequences: int, checkpointing: bool) -> Footprint:
-    return footprint(found, config, Pass(sequences, lengths_of(config.model), "cuda", checkpointing))
+def _cached(engine: str) -> bool:
+    return engine != "fsdp2"
 
 
-def _evaluation(found: Skeleton, config: RunConfig) -> Footprint:
-    """Returns the footprint of an evaluation: every rank takes a whole batch at once, without gradients."""
-    run = Pass(config.train.batch, lengths_of(config.model), "cuda", backward=False)
+def _pass(found: Skeleton, config: RunConfig, sequences: int, checkpointing: bool, cached: bool = True) -> Footprint:
+    return footprint(found, config, Pass(sequences, lengths_of(config.model), "cuda", checkpointing, cached=cached))
+
+
+def _evaluation(found: Skeleton, config: RunConfig, sequences: int, cached: bool) -> Footprint:
+    """Returns the footprint of an evaluation: micro-batches, without gradients."""
+    run = Pass(sequences, lengths_of(config.model), "cuda", backward=False, cached=cached)
     return footprint(found, config, run)
 
 
@@ -162,6 +167,7 @@ def _row(
     size: Size,
     micro: int,
     passes: dict[bool, Footprint],
+    cached: bool,
 ) -> Row:
     here = config.model_copy(update={"engine": option.engine})
     if option.engine.name == config.engine.name == "deepspeed":
@@ -170,6 +176,8 @@ def _row(
     if option.engine.name == "deepspeed" and native_bf16(config):  # weights are bf16 themselves, and not cast
         narrow = revise(config, {"precision.params": "bf16", "engine.name": "auto"})
         passes = {again: _pass(found, narrow, micro, again) for again in (False, True)}
+    elif config.precision.compute != "fp32" and _cached(option.engine.name) != cached:
+        passes = {again: _pass(found, config, micro, again, not cached) for again in (False, True)}
     kept, again = (own.with_pass(passes[each].bytes, passes[each].most["backward"]) for each in (False, True))
     return Row(option.name, own, kept, again)
 

@@ -74,8 +74,7 @@ def _memory(plan: Made) -> list[str]:
     if gpu is not None and plan.peak > gpu.usable_bytes:
         mend = f"train.accumulate={plan.accumulate} would" if plan.accumulate else "no train.accumulate would"
         lines.append(f"  it does not fit; {mend}")
-    held = f"  an evaluation takes train.batch at once: {_gib(plan.evaluation_peak)} in all"
-    lines.append(held if plan.fits in (None, True) or gpu is None else held + _evaluation_mend(plan))
+    lines.append(f"  an evaluation, by micro-batches too: {_gib(plan.evaluation_peak)} in all")
     if gpu is not None:
         assumed = f"{RESERVED_GIB:g} GiB for CUDA, NCCL and cuBLAS, {FRAGMENTED:.0%} for fragmentation"
         lines.append(f"  assumed besides: {assumed}")
@@ -112,17 +111,15 @@ def _hours(plan: Made) -> list[str]:
         f"evaluations: {hours.gpu:,.4g} GPU-hours",
         f"             at {hours.rate.mfu:.0%} of the peak ({hours.rate.source})",
     ]
+    if hours.by_links:
+        lines.append(
+            "             that is the links' time, longer than the products': fewer micro-batches, or another engine"
+        )
     if plan.asked.budget is not None:
         steps = int(train.steps * min(1.0, plan.asked.budget / hours.gpu))
         said = "enough" if plan.in_budget else f"enough for {steps:,} steps"
         lines.append(f"budget       {plan.asked.budget:,.4g} GPU-hours: {said}")
     return lines
-
-
-def _evaluation_mend(plan: Made) -> str:
-    gpu = plan.asked.gpu
-    over = gpu is not None and plan.evaluation_peak > gpu.usable_bytes
-    return ", which does not fit; lower train.batch" if over else ""
 
 
 def place(found: str) -> str:

@@ -50,13 +50,17 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Pass:
-    """What is run: so many sequences of these lengths, on a kind of device."""
+    """What is run: so many sequences of these lengths, on a kind of device.
+
+    `cached` says whether autocast keeps the narrow copy of each weight to the end of the pass; under fsdp2 it does not.
+    """
 
     sequences: int
     lengths: Lengths
     device: str
     checkpointing: bool = False
     backward: bool = True  # False: an evaluation, without gradients
+    cached: bool = True
 
 
 def footprint(found: Skeleton, config: RunConfig, run: Pass) -> Footprint:
@@ -81,7 +85,8 @@ def _traced(found: Skeleton, config: RunConfig, run: Pass) -> list[Moment]:
             parameter.grad = gradient
         owned = [*weights, *model.buffers(), *gradients]
         native = precision.compute != "fp32" and not isinstance(products, Rounded)
-        casting = torch.autocast("cpu", dtype=DTYPES[precision.compute]) if native else nullcontext()
+        dtype = DTYPES.get(precision.compute, torch.float32)
+        casting = torch.autocast("cpu", dtype=dtype, cache_enabled=run.cached) if native else nullcontext()
         live = Live(owned, weights)
         with as_on(run.device), live, _marked(model, live), torch.set_grad_enabled(run.backward):
             _pass(model, _inputs(model, run), casting, live)

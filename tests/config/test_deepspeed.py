@@ -89,6 +89,11 @@ def test_fp16_on_a_cpu_is_refused_with_what_to_do(compute: str) -> None:
     check_precision(loaded("precision.compute=fp16").config, "cuda")
 
 
+def test_a_loss_scale_and_offload_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine.offload: cpu takes gradients before the loss scale"):
+        check_precision(loaded("precision.compute=fp16", "engine.offload=cpu").config, "cuda")
+
+
 def test_parameters_in_bf16_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"precision.params: DeepSpeed's optimizer holds fp32"):
         check_precision(loaded("precision.params=bf16").config, "cuda")

@@ -125,6 +125,12 @@ def test_our_norm_between_backward_and_step_is_the_one_that_deepspeed_clips_by(
 
 
 @pytest.mark.parametrize(("stage", "label"), [one for one in VARIANTS if one[1] != "offload"])
+def test_a_loss_scale_is_taken_out_before_deepspeed_looks(stage: int, label: str, two: list[Seen]) -> None:
+    scaled, *unscaled = two[1][stage, label, "resumed"]["unscaled"]
+    assert unscaled == [pytest.approx(scaled / 4, rel=1e-5)] * (1 if (stage, label) == (0, "fp32") else 2)
+
+
+@pytest.mark.parametrize(("stage", "label"), [one for one in VARIANTS if one[1] != "offload"])
 def test_the_dtypes_are_those_that_ran(stage: int, label: str, two: list[Seen]) -> None:
     wide = {"params": "float32", "grads": "float32", "reduce": "float32"}
     narrow = {"params": "bfloat16, masters in float32", "grads": "bfloat16", "reduce": "float32"}

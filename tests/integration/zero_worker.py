@@ -74,11 +74,28 @@ def resumed(config: RunConfig) -> dict[str, Any]:
     again.load_state_dict(kept)
     loaded = same(held(other), held(engine))
     results = [again.step(batches.window(step), Notes()) for step in (2, 3)]
+    equal = same(held(other), held(engine)) and other.digest() == engine.digest()
+    unscaled: list[float] = []
+    judge = other.loss_and_norm
+
+    def judged(total: Tensor, count: int) -> tuple[float, float]:
+        unscaled.append(judge(total, count)[1])
+        other.unscale(0.25)
+        loss, norm = judge(total, count)
+        unscaled.append(norm)
+        return loss, norm
+
+    other.loss_and_norm = judged  # type: ignore[method-assign]
+    if config.engine.offload == "none":  # refused with a loss scale
+        again.step(batches.window(4), Notes())
+        theirs = other.model.get_global_grad_norm()
+        unscaled += [] if theirs is None else [float(theirs)]
     counted = engine.optimizer.state[engine.optimizer.param_groups[0]["params"][0]]["step"]
     return {
         "exact": exact,
         "counted": float(counted),
-        "equal": same(held(other), held(engine)) and other.digest() == engine.digest(),
+        "equal": equal,
+        "unscaled": unscaled,
         "moved": not loaded,
         "clipped": all(result.norm_clipped < result.norm for result in results),
         "norms": norms,

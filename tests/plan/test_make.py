@@ -94,7 +94,7 @@ def engine(**fields: Any) -> RunConfig:
 def test_shards_by_arithmetic() -> None:
     """By stage, of N parameters on 4 GPUs in fp32: weights, gradients, optimizer with masters."""
     n, size = 4000, Size(4000, 100, 50, 2, 4)
-    wanted = {0: (n, n, 2 * n), 1: (n, n, 3 * n // 4), 2: (n, n // 4, 3 * n // 4), 3: (n // 4, n // 4, 2 * n // 4)}
+    wanted = {0: (n, 2 * n, 2 * n), 1: (n, n, 3 * n // 4), 2: (n, n // 4, 3 * n // 4), 3: (n // 2, n // 2, 3 * n // 4)}
     for zero, parts in wanted.items():
         found = memory(engine(zero=zero), size)
         assert (found.weights, found.gradients, found.optimizer) == tuple(FULL * part for part in parts)
@@ -136,6 +136,15 @@ def test_hours_follow_from_flops_and_a_rate_that_is_named() -> None:
     assert again.hours is not None
     assert again.hours.step_s == pytest.approx(plan.hours.step_s * 2 * RECOMPUTED)
     assert again.hours.rate.source == "given by --mfu"
+
+
+def test_links_that_are_slower_than_the_products_are_said() -> None:
+    config = revise(load(TRAIN / "wmt17-100-100.yaml"), {"engine.name": "fsdp2", "train.accumulate": 64})
+    plan = made(config, Asked(gpus=16, gpu=H200))
+    assert "that is the links' time" in page(plan)
+    assert plan.hours is not None
+    assert plan.hours.step_s == max(link.seconds for link in plan.links)
+    assert "links' time" not in page(made(config, Asked(gpus=16, per_host=16, gpu=H200, mfu=0.01)))
 
 
 def test_gpus_by_name_and_memory() -> None:

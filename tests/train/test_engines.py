@@ -49,6 +49,16 @@ def test_plain_on_several_ranks_is_refused_and_names_both(monkeypatch: pytest.Mo
     check_engine(config("fsdp2"))
 
 
+def test_fsdp2_keeps_no_narrow_copy_of_every_weight_at_once() -> None:
+    narrow = config("fsdp2", precision={"compute": "bf16"})
+    try:
+        with make_engine(build(narrow.model, 32, 0), narrow).autocast():
+            assert torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_cache_enabled()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_a_group_of_another_size_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where one process has joined a group alone, and was started as one of two."""

@@ -47,6 +47,15 @@ def test_accumulated_micro_batches_equal_one_batch_of_the_same_samples() -> None
     assert notes.values[3]["grad_norm"] == pytest.approx(float(whole.engine.flat.grad_norm()), rel=1e-5)
 
 
+def test_an_evaluation_takes_no_more_sequences_at_once_than_a_micro_batch() -> None:
+    whole, parts = trainer(), trainer(accumulate=2)
+    batches = [batch for window in windows(3, micro=1, size=4) for batch in window]
+    seen = []
+    parts.engine.inner.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    assert parts.evaluate(batches) == pytest.approx(whole.evaluate(batches), rel=1e-6)
+    assert seen == [2] * 6
+
+
 def test_uneven_targets_weigh_by_token_and_not_by_micro_batch() -> None:
     (tokens, targets, *_), *_ = windows(1, micro=1, size=8)[0]
     targets = targets.clone()

@@ -21,7 +21,8 @@ from normscale.monitor.engines import Attempt
 from normscale.train.engines import zero_parts, zero_start
 from normscale.train.engines.engine import Engine
 from normscale.train.engines.make import check_engine
-from normscale.train.engines.zero import ZeroEngine, _uncompile, check_zero
+from normscale.train.engines.zero import ZeroEngine, check_zero
+from normscale.train.engines.zero_model import Called, computing_within, uncompiled
 from normscale.train.engines.zero_parts import Piece, Seen, Stage1And2, Stage3
 
 ROOT = Path(__file__).parents[2]
@@ -93,11 +94,33 @@ def test_the_engine_keeps_the_whole_contract() -> None:
 
 def test_compiled_blocks_are_eager_again_under_zero_3() -> None:
     model = build(RunConfig(model={"M": 2, "d": 16, "heads": 2}).model, 32, 0)
-    assert not _uncompile(model)
+    assert not uncompiled(model)
     for block in model.blocks:
         block.forward = lambda *args: args  # what the builder puts there where it compiles
-    assert _uncompile(model)
+    assert uncompiled(model)
     assert all("forward" not in vars(block) for block in model.blocks)
+
+
+def test_features_are_a_call_of_the_model_and_leave_its_forward_as_it_was() -> None:
+    """ZeRO-3 gathers the embedding for a call of the model; its features alone would find it empty."""
+    model = build(RunConfig(model={"M": 1, "d": 16, "heads": 2}).model, 32, 0).eval()
+    tokens, calls = torch.zeros(1, 4, dtype=torch.int64), []
+    model.register_forward_pre_hook(lambda module, args: calls.append(module))
+    for _ in range(2):
+        assert torch.equal(Called(model).features(tokens), model.features(tokens))
+        assert torch.equal(Called(model)(tokens), model(tokens))
+        computing_within(model, lambda: torch.autocast("cpu", enabled=False))  # a forward of its own, from now on
+        assert "forward" in vars(model)
+    assert len(calls) == 6
+    assert Called(model).depth is model.depth
+
+
+def test_the_products_format_is_set_inside_of_what_deepspeed_calls() -> None:
+    """On CUDA DeepSpeed switches off an autocast that it finds around its forward, with one line in a log."""
+    model = build(RunConfig(model={"M": 1, "d": 16, "heads": 2}).model, 32, 0)
+    computing_within(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    with torch.autocast("cpu", enabled=False):
+        assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -22,6 +22,7 @@ from normscale.probes.probe import Parameters, Span
 from normscale.train.engines import zero_start
 from normscale.train.engines.engine import Engine
 from normscale.train.engines.ranks import join, own_device
+from normscale.train.engines.zero_model import Called, computing_within, uncompiled
 from normscale.train.engines.zero_parts import Seen, parts_of
 from normscale.train.flat import Fault
 from normscale.train.optim import optimizer_over
@@ -51,11 +52,12 @@ class ZeroEngine(Engine):
         self.stage, self.clip = config.engine.zero, config.train.optim.clip or 0.0
         self.sharded, self.gathers = self.stage > 0, self.stage == 3
         self.native = native_bf16(config)
-        self.uncompiled = self.stage == 3 and _uncompile(model)
+        self.uncompiled = self.stage == 3 and uncompiled(model)
         if self.uncompiled and self.rank == 0:
             line = "normscale: model.compile is off: ZeRO-3's hooks would break every graph (engine.zero=2 compiles)"
             print(line, file=sys.stderr, flush=True)
-        self._autocast_within()
+        if self.precision.compute != "fp32":
+            computing_within(model, self.autocast)
         exact = {name: p.detach().clone() for name, p in model.named_parameters()} if self.native else {}
         trained = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = optimizer_over(
@@ -71,17 +73,6 @@ class ZeroEngine(Engine):
             self._begin_exactly(exact)
         self._norm: float | None = None  # of the window at hand
         self._compared = False
-
-    def _autocast_within(self) -> None:
-        """Puts our autocast inside the model: DeepSpeed's forward switches off one that stands around it (on CUDA)."""
-        forward = self.inner.forward
-
-        def under_autocast(*args: Any, **kwargs: Any) -> Tensor:
-            with self.autocast():
-                return forward(*args, **kwargs)
-
-        if self.precision.compute != "fp32":
-            self.inner.forward = under_autocast  # type: ignore[method-assign]
 
     def _check_set_up(self) -> None:
         """Holds DeepSpeed to what was asked for.
@@ -128,7 +119,7 @@ class ZeroEngine(Engine):
     @contextmanager
     def aside(self) -> Iterator[Transformer]:
         with super().aside() as inner:
-            yield cast(Transformer, _Called(inner)) if self.gathers else inner
+            yield cast(Transformer, Called(inner)) if self.gathers else inner
 
     # A step.
 
@@ -306,34 +297,3 @@ class ZeroEngine(Engine):
     def close(self) -> None:
         zero_start.stop(self.model)
         super().close()
-
-
-class _Called:
-    """A model whose `features` are a call of the model itself, since ZeRO-3 hands its parameters to calls alone."""
-
-    def __init__(self, inner: Transformer) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner(*args, **kwargs)
-
-    def features(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self._inner)
-        before = own.get("forward")
-        own["forward"] = self._inner.features
-        try:
-            return self._inner(*args, **kwargs)
-        finally:
-            if before is None:
-                del own["forward"]
-            else:
-                own["forward"] = before
-
-
-def _uncompile(model: Transformer) -> bool:
-    """Takes back the compilation of blocks, which ZeRO-3's hooks break into pieces; True if there was any."""
-    compiled = [vars(block).pop("forward", None) is not None for block in model.blocks]
-    return any(compiled)
