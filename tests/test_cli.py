@@ -110,7 +110,7 @@ def test_a_broken_manifest_is_one_line(text: str, tmp_path: Path, capsys: pytest
 def test_the_command_that_shows_a_run_is_said(
     uri: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from normscale.cli import _say_result
+    from normscale.commands.training import _say_result
     from normscale.train.run import RunResult
 
     monkeypatch.chdir(ROOT)
@@ -121,7 +121,7 @@ def test_the_command_that_shows_a_run_is_said(
 def test_the_end_of_a_run_says_what_its_loss_means_and_where_it_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    from normscale.cli import _say_result
+    from normscale.commands.training import _say_result
     from normscale.tracking import sink_state
     from normscale.tracking.address import resolve
     from normscale.train.run import RunResult
@@ -249,7 +249,8 @@ def test_check_says_depth_and_parameters(
 
 def test_words_may_follow_an_option(monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr("normscale.cli._train", lambda options: seen.append((options.words, options.fresh)) or 0)
+    taken = lambda options: seen.append((options.words, options.fresh)) or 0  # noqa: E731
+    monkeypatch.setattr("normscale.commands.training.train", taken)
     assert main(["train", "c.yaml", "--fresh", "a=1", "b=-2"]) == 0
     assert seen == [(["c.yaml", "a=1", "b=-2"], True)]
 

@@ -1,0 +1,1 @@
+"""The commands: each says what it has to and calls the rest of the package, which it imports when it runs."""

@@ -1,0 +1,61 @@
+"""`normscale claim`: list, run and report claims."""
+
+import argparse
+import os
+import sys
+
+from normscale.commands.common import check_folder, uri_option
+from normscale.errors import BadInput
+
+
+def listed(options: argparse.Namespace) -> int:
+    """Lists the claims."""
+    from normscale.claims.discover import list_claims
+
+    claims = list_claims()
+    width = max((len(claim.id) for claim in claims), default=0)
+    for claim in claims:
+        print(f"{claim.id:<{width}}  {claim.says}")
+    return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs and judges claims, or one part of them."""
+    from normscale.claims.runner import planned, run_claims
+
+    ids = [*options.words, *(["core"] if options.core else [])]
+    if not ids:
+        raise BadInput("claim run: no claim; name one of normscale claim list (make claims-list), or give --core")
+    check_folder(options.runs, "--runs", made=True)
+    part = None
+    if options.part is not None:
+        from normscale.claims.parts import part as part_of
+
+        part = part_of(options.part)
+    if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
+        print("\n".join(planned(ids, options.profile, options.runs, options.workers, part)))
+        return 0
+    uri = None if options.uri == "null" else options.uri  # as tracking.uri=null
+    try:
+        with uri_option():
+            if uri is not None:
+                from normscale.tracking.mlflow_store import check_place
+
+                check_place(uri)  # before anything is said
+            return run_claims(ids, options.profile, runs=options.runs, uri=uri, workers=options.workers, part=part)
+    except KeyboardInterrupt as error:
+        kept = str(error) or "finished runs are kept; the same command goes on with the others"
+        print(kept, file=sys.stderr)
+        raise
+
+
+def report(options: argparse.Namespace) -> int:
+    """Writes the report from stored records."""
+    from normscale.claims.report import publish, write_report
+
+    check_folder(options.runs, "--runs", made=False)
+    written = write_report(options.runs)
+    print(written)
+    for path in publish(written) if options.publish else []:
+        print(f"published {path}")
+    return 0

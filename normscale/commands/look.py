@@ -1,0 +1,141 @@
+"""What is said of a configuration before it runs, and of runs afterwards: check, plan, show, diff, removal."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from normscale.commands.common import check_folder, load
+from normscale.errors import BadInput
+
+if TYPE_CHECKING:
+    from normscale.config.schema import RunConfig
+
+
+def check(options: argparse.Namespace) -> int:
+    """Says what a configuration makes."""
+    from normscale.config.deepspeed import filled
+
+    loaded = filled(load(options.words, "normscale check"))
+    from normscale.config.load import dump
+    from normscale.models.backend import norm_backend
+    from normscale.models.plan import resolve
+    from normscale.train.engines.ranks import device_kind
+
+    with loaded.sources.placed():
+        plan = resolve(loaded.config.model)
+        backend = norm_backend(plan, loaded.config.precision, device_kind())
+    from normscale.claims.cost import VOCAB
+    from normscale.plan.skeleton import skeleton
+    from normscale.tracking.show import amount
+    from normscale.train.flops import flops_per_step, lengths_of
+
+    config = loaded.config
+    both = config.topology == "encoder-decoder"
+    parameters = sum(skeleton(config.model, VOCAB).parameters().values())
+    batch, lengths = config.train.batch, lengths_of(config.model)
+    tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
+    flops = amount(flops_per_step(config.model, VOCAB, batch), "FLOP")
+    print(f"# depth       N={plan.depth.N} M={plan.depth.M}, {len(list(plan.depth.sites()))} sublayers")
+    print(f"# parameters  {parameters:,}")
+    print(f"# norms       {backend}")
+    print(f"# a step      {tokens}, {flops} forward and backward")
+    print("\n".join(_estimates(config, device_kind())))
+    if options.yaml:
+        print(f"\n{dump(config).rstrip()}")
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Says what a run would take."""
+    loaded = load(options.words, "normscale plan")
+    from normscale.config.deepspeed import filled
+    from normscale.plan.gpus import find_gpu
+    from normscale.plan.make import Asked, made
+    from normscale.plan.page import as_json, page
+
+    gpu = find_gpu(options.gpu, options.memory)
+    asked = Asked(options.gpus, options.per_host, gpu, options.vocab, options.mfu, options.hours_budget)
+    with loaded.sources.placed():
+        plan = made(filled(loaded).config, asked)
+    print(json.dumps(as_json(plan)) if options.json else page(plan))
+    return 1 if False in (plan.fits, plan.in_budget) else 0
+
+
+def _estimates(config: "RunConfig", device: str) -> list[str]:
+    """Returns the time of a step and the memory, as finished runs of this machine have them."""
+    from normscale.claims.cost import Device, from_finished, memory_of_nearest
+    from normscale.progress import duration
+    from normscale.tracking.show import amount
+
+    runs = Path(config.tracking.runs)
+    kind: Device = "cuda" if device == "cuda" else "cpu"
+    cost = from_finished(runs, kind)
+    if cost is None:
+        return [f"# time        not known: no run of 50 steps has finished in {runs} on this machine"]
+    lines = [
+        f"# time        about {cost.step(config):.2g} s a step, {duration(cost.of(config))} for"
+        f" {config.train.steps} steps (estimated by {cost.source})"
+    ]
+    if nearest := memory_of_nearest(runs, config, kind):
+        lines.append(f"# memory      {amount(nearest[1], 'B')} at the most in {nearest[0]}, the nearest finished run")
+    return lines
+
+
+def show(options: argparse.Namespace) -> int:
+    """Says what a run is and how it went, or lists the newest."""
+    from normscale.tracking import draw, show
+    from normscale.tracking.find import find_run
+    from normscale.tracking.listing import as_json, listing
+    from normscale.tracking.reader import is_written, read_run
+
+    if options.run is None:
+        check_folder(options.runs, "--runs", made=False)
+        if options.json:
+            print(json.dumps(as_json(options.runs)))
+        else:
+            print("\n".join(listing(options.runs, draw.look_of(sys.stdout, os.environ))))
+        return 0
+    folder = find_run(options.run, options.runs)
+    record, alive = read_run(folder), is_written(folder)
+    if options.json:
+        print(json.dumps(show.as_json(record, alive), allow_nan=False))
+    else:
+        print("\n".join(show.show(record, alive, draw.look_of(sys.stdout, os.environ))))
+    return 0
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Says what sets two runs apart."""
+    from normscale.tracking import diff, draw
+    from normscale.tracking.find import find_run
+    from normscale.tracking.reader import read_run
+
+    a, b = (read_run(find_run(word, options.runs)) for word in (options.run, options.other))
+    if options.json:
+        print(json.dumps(diff.as_json(a, b), allow_nan=False))
+    else:
+        print("\n".join(diff.diff(a, b, draw.look_of(sys.stdout, os.environ))))
+    return 0
+
+
+def removal(options: argparse.Namespace) -> int:
+    """Says what each block of a trained run is worth."""
+    from normscale.tracking import draw
+    from normscale.tracking.find import find_run
+    from normscale.tracking.removal import table
+
+    folder = find_run(options.run, options.runs)
+    for name in ("blocks", "batches"):
+        if getattr(options, name) < 1:
+            raise BadInput(f"--{name}: {getattr(options, name)} leaves nothing to measure; give 1 or more")
+    from normscale.train.removal import removal
+
+    found, path = removal(folder, options.blocks, options.batches, options.checkpoint)
+    if options.json:
+        print(json.dumps(found.as_json(), allow_nan=False))
+    else:
+        print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"written to {path}"]))
+    return 0
