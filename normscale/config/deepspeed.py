@@ -66,7 +66,7 @@ class DeepSpeedConfig:
 
     def rendered(self, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns it as DeepSpeed reads it; `base` is what a user's own JSON says besides."""
-        own = dict(base or {})
+        own = {name: value for name, value in (base or {}).items() if value != AUTO}
         zero = {"stage": self.stage} | SIZES[self.stage]
         zero |= {name: value for name, value in own.get("zero_optimization", {}).items() if value != AUTO}
         if self.offload == "cpu":

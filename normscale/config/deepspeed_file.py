@@ -85,14 +85,33 @@ ZERO: Final = (
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
     "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
     "stage3_use_all_reduce_for_fetch_params",
     "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 )
-OFFLOAD: Final = ("device", "pin_memory", "ratio", "pipeline_read", "pipeline_write", "buffer_count", "buffer_size")
+OFFLOAD: Final = ("device", "pin_memory", "pipeline_read", "pipeline_write", "buffer_count", "buffer_size")
+FP16: Final = (
+    "enabled",
+    "auto_cast",
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+"""Of a section that must be off: the others say nothing then, but a misspelt `enabled` would."""
+
+FLAGS: Final = (
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "memory_breakdown",
+    "prescale_gradients",
+    "wall_clock_breakdown",
+)
 
 
 def read(path: str) -> dict[str, Any]:
@@ -114,6 +133,8 @@ def read(path: str) -> dict[str, Any]:
             raise _wrong(f"zero_optimization.{name} is {_json(zero[name])}, not a section, {{...}} ({shown})")
         _check_names(zero.get(name, {}), OFFLOAD, f"zero_optimization.{name}.", shown)
     _check_names(found.get("bf16", {}), ("enabled", "immediate_grad_update"), "bf16.", shown)
+    _check_names(found.get("fp16", {}), FP16, "fp16.", shown)
+    _check_types(found, shown)
     return found
 
 
@@ -167,6 +188,19 @@ def _check_names(section: Mapping[str, Any], allowed: tuple[str, ...], prefix: s
         close = get_close_matches(name, (*allowed, *(() if prefix else OURS)), n=1)
         guess = f"; did you mean {prefix + close[0]!r}?" if close else f"; remove it ({_few(allowed)} are)"
         raise _wrong(f"{plain(prefix + name)} in {shown} is nothing that normscale can hand on to DeepSpeed{guess}")
+
+
+def _check_types(found: Mapping[str, Any], shown: str) -> None:
+    """Raises where DeepSpeed, which checks no type at the top, would train wrongly or end at its first step."""
+    for name in FLAGS:
+        if not isinstance(found.get(name, False), bool) and found[name] != AUTO:
+            raise _wrong(f"{name} is {_json(found[name])} in {shown}; give true or false")
+    every = found.get("steps_per_print")
+    if every not in (None, AUTO) and (type(every) is not int or every < 1):
+        raise _wrong(f"steps_per_print is {_json(every)} in {shown}; give a whole number >= 1, or null")
+    factor = found.get("gradient_predivide_factor", 1.0)
+    if factor != AUTO and (type(factor) not in (int, float) or not 2.0**-24 <= factor <= 2.0**24):
+        raise _wrong(f"gradient_predivide_factor is {_json(factor)} in {shown}; give the number of ranks, say")
 
 
 def _few(names: tuple[str, ...]) -> str:

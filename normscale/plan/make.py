@@ -1,5 +1,7 @@
 """A plan: everything that is known of a run before it begins."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -114,9 +116,16 @@ def made(config: RunConfig, asked: Asked) -> Made:
     size = Size(total, max(blocks), ends, momenta, world)
     micro = train.batch // (world * train.accumulate)
     cached = _cached(name_of(config.engine, world))
-    passes = {again: _pass(found, config, micro, again, cached) for again in (False, True)}
     evaluation = _evaluation(found, config, micro, cached)
-    rows = [_row(option, found, config, size, micro, passes, cached) for option in options(world)]
+
+    @functools.cache
+    def both(cached: bool) -> dict[bool, Footprint]:
+        return {again: _pass(found, config, micro, again, cached) for again in (False, True)}
+
+    def passes_of(option: str) -> dict[bool, Footprint]:
+        return both(cached if config.precision.compute == "fp32" else _cached(option))  # fp32 is not cast
+
+    rows = [_row(option, found, config, size, micro, passes_of) for option in options(world)]
     chosen = next(row for row in rows if row.name == name_of(config.engine, world))
     flops = flops_per_step(config.model, vocab, train.batch)
     weight = 2 if config.engine.name == "deepspeed" and native_bf16(config) else 4
@@ -136,7 +145,7 @@ def made(config: RunConfig, asked: Asked) -> Made:
         micro_batch=micro,
         rows=rows,
         chosen=chosen,
-        passes=passes,
+        passes=both(cached),
         evaluation=evaluation,
         sent=moved,
         links=crossed,
@@ -147,7 +156,7 @@ def made(config: RunConfig, asked: Asked) -> Made:
 
 
 def _cached(engine: str) -> bool:
-    return engine != "fsdp2"
+    return engine != "fsdp2" and not engine.startswith("zero3")
 
 
 def _pass(found: Skeleton, config: RunConfig, sequences: int, checkpointing: bool, cached: bool = True) -> Footprint:
@@ -166,8 +175,7 @@ def _row(
     config: RunConfig,
     size: Size,
     micro: int,
-    passes: dict[bool, Footprint],
-    cached: bool,
+    passes_of: Callable[[str], dict[bool, Footprint]],
 ) -> Row:
     here = config.model_copy(update={"engine": option.engine})
     if option.engine.name == config.engine.name == "deepspeed":
@@ -176,8 +184,8 @@ def _row(
     if option.engine.name == "deepspeed" and native_bf16(config):  # weights are bf16 themselves, and not cast
         narrow = revise(config, {"precision.params": "bf16", "engine.name": "auto"})
         passes = {again: _pass(found, narrow, micro, again) for again in (False, True)}
-    elif config.precision.compute != "fp32" and _cached(option.engine.name) != cached:
-        passes = {again: _pass(found, config, micro, again, not cached) for again in (False, True)}
+    else:
+        passes = passes_of(option.name)
     kept, again = (own.with_pass(passes[each].bytes, passes[each].most["backward"]) for each in (False, True))
     return Row(option.name, own, kept, again)
 

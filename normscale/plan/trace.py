@@ -52,7 +52,8 @@ class Footprint:
 class Pass:
     """What is run: so many sequences of these lengths, on a kind of device.
 
-    `cached` says whether autocast keeps the narrow copy of each weight to the end of the pass; under fsdp2 it does not.
+    `cached` says whether autocast keeps the narrow copy of each weight to the end of the pass; under fsdp2
+    and ZeRO-3 it does not.
     """
 
     sequences: int

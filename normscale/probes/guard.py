@@ -27,6 +27,9 @@ class Guard:
     ranks switch the probe off at the same step and drop what it gave. Before a probe has handed over for the first
     time its shapes are not known: then the flags travel ahead, in one collective more.
 
+    That does not reach into passes that ranks make together (an engine that `gathers`): where a probe fails on one rank
+    alone before a pass of its own, the others wait in that pass until `engine.timeout_s`, and the run ends.
+
     `off` {name: reason} are the probes that are switched off on every rank.
     """
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import normscale
-from normscale.config import deepspeed_file
 from normscale.config.schema import RunConfig
 from normscale.data.task import load_task
 from normscale.models.backend import norm_backend
@@ -53,8 +52,6 @@ def identity(config: RunConfig, world: int | None = None, threads: int | None = 
     numerical["model"] = plan.numerical()
     world = world_size() if world is None else world
     numerical["engine"]["name"] = config.engine.meant(world)
-    if config.engine.json is not None:  # its content counts, not where it lies
-        numerical["engine"]["json"] = deepspeed_file.read(config.engine.json)
     cuda = device_kind() == "cuda"
     backend = norm_backend(plan, config.precision, device_kind())
     parts = {
@@ -68,6 +65,7 @@ def identity(config: RunConfig, world: int | None = None, threads: int | None = 
         "norms": backend if backend.startswith("eager") else f"{backend}, triton {_version('triton')}",
         "sources": sources_hash(),
         "torch": torch.__version__,
+        **({"deepspeed": _version("deepspeed")} if config.engine.name == "deepspeed" else {}),
     }
     text = json.dumps(parts, sort_keys=True)
     return {"hash": hashlib.sha256(text.encode()).hexdigest(), **{k: v for k, v in parts.items() if k != "config"}}

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from normscale.arguments import LOST_RANK
 from normscale.errors import LaunchError, NormscaleError, RunFailed
 from normscale.planned import code_hash, planned_in
-from normscale.train.engines.ranks import own_device, world_size
+from normscale.train.engines.ranks import make_group, world_size
 from normscale.train.facts import Facts, difference, missing, other_hosts
 
 POLL_S = 0.1
@@ -112,17 +113,8 @@ class Meeting:
         return Facts(rank=self.rank, host=socket.gethostname(), code=code_hash(), **own)
 
     def _make_group(self) -> None:
-        device = own_device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         assert self.store is not None
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("group", self.store),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=self.limit_s),
-        )
+        make_group(self.limit_s, store=PrefixStore("group", self.store), rank=self.rank, world_size=self.world)
 
     def _meet(self, mine: Facts, error: BaseException | None = None) -> dict[str, Any]:
         """Returns rank 0's judgement if it is that all go on; else raises the line that all raise."""
@@ -130,7 +122,7 @@ class Meeting:
         try:
             judged = self._judged(self.store, mine)
         except dist.DistError as lost:
-            raise RunFailed(f"lost the connection to rank 0 while the ranks met ({_short(lost)})") from None
+            raise RunFailed(f"{LOST_RANK}, rank 0, while the ranks met ({_short(lost)})") from None
         if judged.get("error") is None:
             return judged
         _ignore_signals()  # the first rank that is gone may have the others ended, who end by themselves

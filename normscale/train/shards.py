@@ -33,6 +33,8 @@ class ShardedParameters(FlatParameters):
         slot, gradient = self.values[start:stop], self.grads[start : start + local.numel()]
         slot.copy_(held._sharded_param_data)
         held._sharded_param_data = slot
+        if held.reduce_dtype is not None and torch.promote_types(p.dtype, held.reduce_dtype) is p.dtype:
+            held.reduce_dtype = None  # micro-batches are summed in it; what is sent is the group's
         p._local_tensor = slot[: local.numel()].view(local.shape)  # type: ignore[attr-defined]
         p.grad = held.to_sharded_dtensor(gradient.view(local.shape))
 
@@ -86,7 +88,9 @@ def _held(model: nn.Module) -> dict[int, Any]:
     Raises:
         LaunchError: this version of PyTorch keeps it in another way.
     """
+    assert isinstance(model, FSDPModule)
     try:
+        model._get_fsdp_state()._lazy_init()  # at the first pass it would write its own dtypes over ours
         return {
             id(held.sharded_param): held
             for module in model.modules()

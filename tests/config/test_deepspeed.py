@@ -221,6 +221,12 @@ def test_sections_that_another_key_answers_for_are_refused_with_the_mend(tmp_pat
         ('{"bf16": {"enabled": 1}}', "bf16.enabled=1 in "),
         ('{"bf16": {"check_grad_overflow": false}}', "bf16.check_grad_overflow"),
         ('{"fp16": {"enabled": true}}', "a loss scale of its own"),
+        ('{"fp16": {"enabld": true}}', "did you mean 'fp16.enabled'?"),
+        ('{"steps_per_print": "10"}', 'steps_per_print is "10"'),
+        ('{"steps_per_print": 0}', "give a whole number >= 1, or null"),
+        ('{"prescale_gradients": 1}', "give true or false"),
+        ('{"gradient_predivide_factor": 0}', "gradient_predivide_factor is 0"),
+        ('{"gradient_predivide_factor": 1e999}', "gradient_predivide_factor is Infinity"),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "are both true"),
         ('{"zero_allow_untested_optimizer": false}', "set it to true"),
         ("[]", "is a list, not a JSON object"),
@@ -232,6 +238,16 @@ def test_a_json_that_says_something_else_is_refused_in_one_line(tmp_path: Path, 
     error = refused(user(tmp_path, content))
     assert said in error, error
     assert "ds.json" in error
+
+
+def test_what_a_json_leaves_to_the_program_is_left_out(tmp_path: Path) -> None:
+    """DeepSpeed would take the word for a number, at its first step."""
+    left = {
+        "steps_per_print": "auto",
+        "wall_clock_breakdown": "auto",
+        "zero_optimization": {"reduce_bucket_size": "auto"},
+    }
+    assert rendered(loaded(user(tmp_path, left)).config, 2) == rendered(loaded().config, 2)
 
 
 def test_a_json_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Plans as a whole: the paper's own models, what fits, what is sent, what it costs, and the command."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +66,10 @@ def test_the_published_parameters_come_out(name: str, published: float) -> None:
     assert sum(skeleton(load(TRAIN / f"{name}.yaml").model, 256).parameters().values()) < 0.97 * published
 
 
-def test_a_thousand_blocks_are_planned_in_two_seconds() -> None:
-    config = load(TRAIN / "opus100-500-500.yaml")
-    made(SMALL, Asked())  # imports
-    begun = time.process_time()
-    made(config, Asked(gpus=16, gpu=H200))
-    assert time.process_time() - begun < 2
+def test_a_thousand_blocks_are_planned_by_two_of_each_kind() -> None:
+    found = skeleton(load(TRAIN / "opus100-500-500.yaml").model, 256)
+    assert len(found.model.blocks) == 4
+    assert [structure.count for structure in found.structures] == [500, 500]
 
 
 def test_what_does_not_fit_says_what_would() -> None:

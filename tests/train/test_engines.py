@@ -101,6 +101,37 @@ def test_a_pass_beside_training_sees_the_weights_as_they_are_by_then() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_fsdp2_waits_in_the_group_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU beside a GPU, PyTorch would make a mesh a group of its own, which waits for half an hour."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    ranks.join(17.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        make_engine(build(config().model, 32, 0), config("fsdp2"))
+        assert len(torch.distributed.distributed_c10d._world.pg_map) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_sums_micro_batches_in_the_dtype_of_gradients_and_sends_in_that_of_reduce() -> None:
+    sent = config("fsdp2", precision={"reduce": "bf16"})
+    tokens = torch.randint(32, (6, 2, 8), generator=torch.Generator().manual_seed(0))
+    found = {}
+    try:
+        for name in ("plain", "fsdp2"):
+            engine = make_engine(build(config().model, 32, 0), sent if name == "fsdp2" else config())
+            engine.zero_grad()
+            for i, each in enumerate(tokens):
+                with engine.micro_batch(last=i == len(tokens) - 1):
+                    engine.backward(engine.model(each).square().mean())
+            engine.check()
+            found[name] = engine.gradients()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(found["fsdp2"], found["plain"].bfloat16().float())
+    assert not torch.equal(found["fsdp2"], found["plain"])
+
+
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_ends_the_other_within_the_timeout() -> None:
     code = (

@@ -65,10 +65,13 @@ class Engine(ABC):
     # Passes.
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Returns the context of the forward pass: products in bf16 or fp16 where asked and where they are native."""
+        """Returns the context of the forward pass: products in bf16 or fp16 where asked and where they are native.
+
+        Autocast's cache would keep a narrow copy of every weight to the end of the pass, gathered ones included.
+        """
         if self.precision.compute == "fp32" or isinstance(self.products, Rounded):
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self.precision.compute])
+        return torch.autocast(self.device.type, dtype=DTYPES[self.precision.compute], cache_enabled=not self.gathers)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Returns the context of one micro-batch, forward and backward; the last one's gradients are reduced."""

@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from normscale.config.precision import PrecisionConfig
 from normscale.errors import LaunchError
 from normscale.models.stack import Transformer
-from normscale.ops.products import Rounded
 from normscale.train.engines.plain import PlainEngine
 from normscale.train.engines.precision import DTYPES
 from normscale.train.engines.ranks import join, own_device
@@ -44,7 +44,10 @@ class FSDP2Engine(PlainEngine):
     def _laid_out(self) -> ShardedParameters:
         # Measured passes give views; nothing here writes to what a block has returned.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        # Of the group that is there: a mesh of its own making may wait for half an hour, whatever our limit.
+        group = dist.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, self.device.type)
         policy = MixedPrecisionPolicy(reduce_dtype=DTYPES[self.precision.reduce], cast_forward_inputs=False)
         for block in self.inner.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -57,12 +60,6 @@ class FSDP2Engine(PlainEngine):
                 f"whole, on {mesh.size()}; set engine.name=ddp"
             )
         return ShardedParameters(self.inner)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """As elsewhere, but without the cache, which would keep a narrow copy of every gathered weight at a time."""
-        if self.precision.compute == "fp32" or isinstance(self.products, Rounded):
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self.precision.compute], cache_enabled=False)
 
     def dtypes(self) -> dict[str, str]:
         return super().dtypes() | {"reduce": str(DTYPES[self.precision.reduce]).removeprefix("torch.")}

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,15 @@ def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def make_group(timeout_s: float, **where: Any) -> None:
+    """Makes the process group, on GPUs with NCCL beside gloo; `where`: store, rank, world_size, else of variables."""
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+
+
 def join(timeout_s: float) -> tuple[int, int]:
     """Joins the process group, if that was not done yet; returns this rank and the number of ranks.
 
@@ -48,16 +58,10 @@ def join(timeout_s: float) -> tuple[int, int]:
     Raises:
         LaunchError: the group has another number of ranks than this process was started with.
     """
-    wanted, device = world_size(), own_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    wanted = world_size()
     if not dist.is_initialized():
-        backend, timeout = ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), timedelta(seconds=timeout_s)
-        if wanted > 1:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            own = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=own, rank=0, world_size=1, timeout=timeout)
+        alone = {} if wanted > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        make_group(timeout_s, **alone)
     if dist.get_world_size() != wanted:
         raise LaunchError(
             f"WORLD_SIZE={wanted} was asked for, but the process group has {dist.get_world_size()} rank(s); start the "

@@ -82,6 +82,14 @@ class Parts(ABC):
         flat = [tensor.detach().view(-1) for tensor in tensors]
         return [flat[piece.master].narrow(0, piece.offset, piece.length) for piece in self.pieces]
 
+    def offloaded(self) -> list[Tensor]:
+        """Returns the gradients of the pieces from where an optimizer on the host takes them; views."""
+        if self.engine.device.type == "cuda":  # into pinned memory DeepSpeed copies without waiting
+            torch.cuda.synchronize(self.engine.device)
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        assert len(grads) == len(self.masters), "a master has no gradient"
+        return self.by_piece(grads)
+
     def missing(self, shapes: Mapping[str, torch.Size]) -> int:
         """Returns how many entries of the parameters no rank holds, or several do; every rank calls it."""
         held = torch.tensor([sum(piece.length for piece in self.pieces)])
@@ -136,8 +144,8 @@ class Stage1And2(Parts):
                 at += p.numel()
 
     def grads(self) -> list[Tensor]:
-        if self.optimizer.cpu_offload:  # by then they are where the optimizer takes them from
-            return self.by_piece([master.grad for master in self.masters if master.grad is not None])
+        if self.optimizer.cpu_offload:
+            return self.offloaded()
         found: list[Tensor] = []
         for index in range(len(self.masters)):
             own = [piece for piece in self.pieces if piece.master == index]
@@ -179,7 +187,7 @@ class Stage3(Parts):
     def grads(self) -> list[Tensor]:
         held = self.optimizer
         if held.offload_optimizer:
-            return self.by_piece([master.grad for master in self.masters if master.grad is not None])
+            return self.offloaded()
         found: list[Tensor] = []
         for index in range(len(self.masters)):
             own = [piece for piece in self.pieces if piece.master == index]
