@@ -121,9 +121,15 @@ def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:
     gap = record.summary.get("gap")
     if gap is None and is_foreign(record):
         return "finished"
-    if not isinstance(gap, int | float) or not math.isfinite(gap) or gap <= -TRAINED_NATS:
+    if not isinstance(gap, int | float) or not math.isfinite(gap) or (gap <= -TRAINED_NATS and not _fell(record)):
         return "diverged"
     return "trained" if has_trained(gap) else "plateau"
+
+
+def _fell(record: RunRecord) -> bool:
+    """Returns whether the held-out loss ended below where it began: a run of a few steps has only not got far."""
+    held_out = record.series.get("loss_val")
+    return held_out is not None and len(held_out.values) > 1 and held_out.values[-1] < held_out.values[0]
 
 
 def status(record: RunRecord, alive: bool) -> str:

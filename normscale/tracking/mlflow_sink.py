@@ -5,6 +5,7 @@ nothing but a line in the report. Importing this module is cheap; mlflow is impo
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -149,6 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--until-idle", action="store_true", help="with --follow: end when the starting process is done"
     )
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process of a step, as a word to the ranks
     try:
         uri = resolve(options.uri)
         if options.follow is None:

@@ -107,7 +107,7 @@ def _from_plan(facts: Facts, planned: Planned | None) -> str | None:
     if facts.words is not None and facts.words != planned.config:
         return (
             f"{facts} reads another configuration than was launched: the file or the words after it differ there"
-            f" ({facts.words}, launched was {planned.config}); copy the file to every host, or share its folder"
+            f" ({facts.words}, launched was {planned.config}); give every host the same words and the same file"
         )
     return None
 

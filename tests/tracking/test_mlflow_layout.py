@@ -130,12 +130,15 @@ def test_outcomes_and_status(runs):
         (1.0 - 0.8, "trained"),  # 0.2 but for rounding
         (0.19999, "plateau"),
         (-0.19999, "plateau"),
-        (-0.2, "diverged"),
-        (-0.5, "diverged"),
+        (-0.2, "plateau"),  # it ended below its start: it has only not got far
         (float("nan"), "diverged"),
     ):
         trained.end["summary"]["gap"] = gap
         assert layout.outcome(trained, None, False) == word, gap
+    series = trained.series["loss_val"]
+    trained.series["loss_val"] = dataclasses.replace(series, values=[3.0] * (len(series.values) - 1) + [3.5])
+    trained.end["summary"]["gap"] = -0.5
+    assert layout.outcome(trained, None, False) == "diverged"
 
 
 def test_the_judge_and_the_window_say_trained_from_the_same_gap_on():
