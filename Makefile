@@ -32,7 +32,7 @@ train launch launch-ssh launch-deepspeed launch-slurm launch-torchrun doctor: ex
 # Options of a launcher: those with a value, and those that were given.
 with = $(if $(strip $(value $(2))),$(1) $(call quoted,$(2)))
 if_given = $(if $(call given,$(2)),$(1) $(call quoted,$(2)))
-to_train = $(call if_given,--claim,CLAIM) $(call if_given,--profile,PROFILE) $(value OPTIONS) --from-make
+to_train = --from-make $(call if_given,--claim,CLAIM) $(call if_given,--profile,PROFILE) $(value OPTIONS)
 
 # make takes `model.M=7` for a variable of its own, and nobody would ever read it: settings belong into ARGS.
 OWN := PYTHON TORCH_INDEX CONFIG NPROC CLAIM PROFILE PORT HOSTFILE NODES GPUS TIME PARTITION RDZV NNODES OPTIONS DRY_RUN
@@ -106,7 +106,7 @@ format: $(STAMP) ## formats the code and mends what lint can mend
 
 .PHONY: train
 train: $(STAMP) ## trains one model (CONFIG= NPROC=1 ARGS="key=value ...")
-	@$(PY) -m launch local --nproc $(call quoted,NPROC) $(call if_given,--port,PORT) $(value OPTIONS) --from-make
+	@$(PY) -m launch local --nproc $(call quoted,NPROC) $(call if_given,--port,PORT) --from-make $(value OPTIONS)
 
 .PHONY: launch
 launch: $(STAMP) ## trains on this machine, a model or a claim (NPROC=1 CONFIG= or CLAIM= PROFILE=, PORT= ARGS=)
@@ -132,7 +132,7 @@ launch-torchrun: $(STAMP) ## this host's ranks of an elastic launch, to be typed
 .PHONY: doctor
 doctor: $(STAMP) ## says what would go wrong in training, here or on hosts (HOSTFILE=file or NODES=a,b, CONFIG= PORT=)
 	@$(PY) -m launch doctor $(call if_given,--hostfile,HOSTFILE) $(call if_given,--nodes,NODES) \
-	    $(call if_given,--port,PORT) $(value OPTIONS) --from-make
+	    $(call if_given,--port,PORT) --from-make $(value OPTIONS)
 
 .PHONY: claim
 claim: $(STAMP) ## runs and judges one claim (CLAIM=id PROFILE=smoke|cpu|gpu ARGS=)

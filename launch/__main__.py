@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch import command, local
-from launch.options import claim_words, dry_run, made_words, parser
+from launch.options import LEAST_SILENCE_S, claim_words, dry_run, made_words, parser
+from launch.task import coded, end_when_told
 from normscale.arguments import refuse_unknown, run_command
 from normscale.errors import LaunchError
 
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from launch.agent import main as agent
 
         return agent()
+    if words[:1] == ["torchrun"] and "--task" in words[: _mark(words)]:
+        end_when_told()
+        return coded(run_command(lambda: _launch(words)))
     return run_command(lambda: _launch(words))
 
 
@@ -35,10 +39,12 @@ def _launch(words: list[str]) -> int:
         from launch import doctor
 
         return doctor.main(words[1:])
-    mark = words.index("--") if "--" in words else len(words)
+    mark = _mark(words)
     options = parser().parse_args(words[:mark])
     args = words[mark + 1 :]
     if options.from_make:
+        if mark < len(words):
+            raise LaunchError("OPTIONS: there is a -- in it; what to train goes into CONFIG= and ARGS=")
         args = made_words(os.environ, with_config=options.claim is None)
     elif mark == len(words) and options.claim is None:
         raise LaunchError("nothing to train; write -- and then the configuration, as in: -- configs/train/quick.yaml")
@@ -53,6 +59,11 @@ def _launch(words: list[str]) -> int:
     return LAUNCHERS[options.launcher](options, settle_precision(args, os.environ))
 
 
+def _mark(words: Sequence[str]) -> int:
+    """Returns where the options end."""
+    return words.index("--") if "--" in words else len(words)
+
+
 def _local(options: argparse.Namespace, args: list[str]) -> int:
     if options.claim is not None:
         if options.nproc != 1:
@@ -65,7 +76,7 @@ def _local(options: argparse.Namespace, args: list[str]) -> int:
         return 0
     if options.claim is None:
         if options.nproc > 1:
-            check_config(args)
+            check_config(args, options.nproc)
         rendered = rendered.with_plan(args, options.nproc)
     if options.nproc == 1:
         sys.stdout.flush()
@@ -81,6 +92,10 @@ def _ssh(options: argparse.Namespace, args: list[str]) -> int:
     if options.hostfile is None:
         raise LaunchError("--hostfile: none is given; name a file with lines 'HOST slots=RANKS' (HOSTFILE= with make)")
     hosts = read_hosts(options.hostfile, options.include, options.exclude)
+    if options.lost_after < LEAST_SILENCE_S:
+        raise LaunchError(
+            f"--lost-after {options.lost_after:g}: give {LEAST_SILENCE_S:g} or more; signs of life come every 2 s"
+        )
     limits = Limits(options.grace, options.lost_after, options.connect)
     place = ssh.Place(options.remote_dir or os.getcwd(), options.remote_python or sys.executable)
     if options.claim is not None:
@@ -95,7 +110,7 @@ def _ssh(options: argparse.Namespace, args: list[str]) -> int:
     if dry_run(options):
         print("\n".join(ssh.train_shown(hosts, args, place=place, meeting=meeting, limits=limits)))
         return 0
-    check_config(args)
+    check_config(args, sum(host.slots for host in hosts))
     return ssh.train(hosts, args, place=place, meeting=meeting, limits=limits)
 
 
@@ -108,14 +123,17 @@ def _torchrun(options: argparse.Namespace, args: list[str]) -> int:
     if options.rdzv is None:
         raise LaunchError("--rdzv: none is given; name the first host and a free port of it, as in n1:29500 (RDZV=)")
     elastic = Elastic(options.rdzv, options.nnodes, options.nproc, options.rdzv_id, options.max_restarts)
-    rendered = elastic.command(args, options.device, os.environ, node_number(options.node, os.environ))
+    node = node_number(options.node, os.environ)
+    rendered = elastic.command(args, options.device, os.environ, node)
     if dry_run(options):
         print(rendered.shell())
         return 0
-    check_config(args)
+    check_config(args, elastic.world())
     if planned_in(os.environ) is None:
         rendered = rendered.with_plan(args, elastic.world())
-    return local.run(rendered, options.grace, "torchrun", restarts=options.max_restarts > 0)
+    first_rank = 0 if node is None else node * options.nproc
+    restarts = options.max_restarts > 0
+    return local.run(rendered, options.grace, "torchrun", restarts=restarts, first_rank=first_rank)
 
 
 def _deepspeed(options: argparse.Namespace, args: list[str]) -> int:
@@ -139,9 +157,12 @@ LAUNCHERS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
 }
 
 
-def check_config(args: Sequence[str]) -> None:
-    """Raises ConfigError for a mistake that would otherwise be met by every rank, seconds later."""
-    _read(args)
+def check_config(args: Sequence[str], world: int | None = None) -> None:
+    """Raises ConfigError for a mistake that every rank would meet, seconds later; `world` None: any number."""
+    from normscale.config.sharing import check_divides
+
+    train = _read(args).config.train
+    check_divides(train.batch, world or 1, train.accumulate)
 
 
 def settle_precision(args: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from launch.command import Command, count_gpus, is_stray
 from launch.processes import end_descendants
+from launch.site import answer, cannot_reach, machine
 from launch.supervise import POLL_S, Supervised
 from launch.wire import LOST_AFTER_S, FrameWriter
 from normscale.planned import code_hash
@@ -41,6 +42,7 @@ class Agent:
         self._lost_after_s = LOST_AFTER_S
         self._ranks: Supervised | None = None
         self._failed = False
+        self._held: list[socket.socket] = []  # listens where the ranks will, until they start
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> int:
@@ -52,6 +54,8 @@ class Agent:
             message = self._next()
             if message is GONE:
                 end_descendants()
+                if self._ranks is not None:
+                    self._ranks.forget()
                 if self._is_silent():
                     end_connection()
                 return 1
@@ -79,7 +83,9 @@ class Agent:
     def _heed(self, message: dict[str, Any]) -> None:
         if "ask" in message:
             self._lost_after_s = message["ask"]["lost_after"]
-            self._out.tell(answer=answer(message["ask"]))
+            self._out.tell(answer=answer(message["ask"], self._held))
+        elif "reach" in message:
+            self._out.tell(reached=cannot_reach(*message["reach"]) or "")
         elif "start" in message:
             self._start(message["start"])
         elif self._ranks is not None and "signal" in message:
@@ -88,6 +94,8 @@ class Agent:
             self._ranks.end_within(message["stop"])
 
     def _start(self, job: dict[str, Any]) -> None:
+        while self._held:
+            self._held.pop().close()
         os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
         stray = tuple(sorted(name for name in os.environ if is_stray(name)))
         command = Command(tuple(job["argv"]), job["env"], stray)
@@ -114,6 +122,7 @@ class Agent:
     def _hello(self) -> dict[str, Any]:
         return {
             "host": socket.gethostname(),
+            "machine": machine(os.environ),
             "python": platform.python_version(),
             "code": code_hash(),
             "cores": len(os.sched_getaffinity(0)),
@@ -137,70 +146,6 @@ class Agent:
 
     def _told_to_go(self, number: int, frame: FrameType | None) -> None:
         self._inbox.put(GONE)
-
-
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the launcher has to know of this host: a free port where it asks for one, and what is wrong here."""
-    said: dict[str, Any] = {"wrong": []}
-    if "port" in asked:
-        try:
-            said["port"] = free_port(asked["port"])
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            said["wrong"].append(f"port {asked['port']}: {reason}; choose another, or leave --port out for a free one")
-    own = socket.gethostname()
-    wrong = cannot_find(asked.get("master"), own == asked.get("first"))
-    if wrong is None and asked.get("several"):
-        wrong = cannot_be_found(own)
-    said["wrong"] += [wrong] if wrong else []
-    return said
-
-
-def free_port(port: int) -> int:
-    """Returns the port if it can be had, or a free one for 0.
-
-    Raises:
-        OSError: it is taken.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("", port))
-        return int(probe.getsockname()[1])
-
-
-def cannot_find(master: str | None, is_master: bool) -> str | None:
-    """Returns why ranks of this host could not meet at `master`, if they could not."""
-    if master is None:
-        return None
-    mend = "mend /etc/hosts here, or give --master-addr ADDRESS"
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):
-        return f"does not know {master}, where the ranks meet; {mend}"
-    if all(map(_is_loopback, found)) and not is_master:
-        return f"takes {master}, where the ranks meet, for itself ({min(found)}); {mend}"
-    return None
-
-
-def cannot_be_found(name: str) -> str | None:
-    """Returns why ranks of other hosts could not reach those of this one, if they could not.
-
-    gloo gives the others the address that this host's own name stands for here, which Debian has be 127.0.1.1.
-    """
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):
-        return None  # gloo takes the first interface then
-    if not all(map(_is_loopback, found)):
-        return None
-    return (
-        f"takes its own name {name} for {min(found)}, which the ranks of other hosts would be told; give the name its "
-        "address in /etc/hosts there, or set GLOO_SOCKET_IFNAME to the network interface"
-    )
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def end_connection() -> None:

@@ -14,6 +14,7 @@ from launch.plan_env import plan_env
 from normscale.errors import LaunchError
 
 Device = Literal["auto", "cpu", "cuda"]
+MOST_RANKS = 1024
 ENTRY = ("-m", "normscale", "train")
 ACCELERATE_CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "accelerate"
 
@@ -28,7 +29,15 @@ STRAY = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-STRAY_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "PYTHON_EXEC", "NORMSCALE_STATUS_DIR", "NORMSCALE_PLAN")
+STRAY_PREFIXES = (
+    "ACCELERATE_",
+    "PET_",
+    "TORCHELASTIC_",
+    "FSDP_",
+    "PYTHON_EXEC",
+    "NORMSCALE_STATUS_DIR",
+    "NORMSCALE_PLAN",
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,7 @@ def local(
         raise LaunchError(
             "no configuration to train; name one after --, as in: -- configs/train/quick.yaml train.steps=50"
         )
-    if nproc < 1:
-        raise LaunchError(f"--nproc {nproc}: at least one process is needed")
+    check_ranks(nproc)
     chosen = choose_device(device, nproc, environ)
     sets = {"ACCELERATE_USE_CPU": "true"} if chosen == "cpu" else {}
     unsets = tuple(sorted(name for name in environ if is_stray(name) and name not in sets))
@@ -96,6 +104,14 @@ def local(
         *("--main_process_port", str(port or 0)),  # 0: Accelerate takes a free one
     )
     return Command((*launcher, *entry, *args), sets, unsets)
+
+
+def check_ranks(nproc: int) -> None:
+    """Raises LaunchError for a number of ranks that no host has; a slip of the finger would take this one down."""
+    if nproc < 1:
+        raise LaunchError(f"--nproc {nproc}: at least one process is needed")
+    if nproc > MOST_RANKS:
+        raise LaunchError(f"--nproc {nproc}: at most {MOST_RANKS} ranks on a host")
 
 
 def threads(nproc: int, environ: Mapping[str, str]) -> int:
@@ -152,10 +168,10 @@ def check_port(port: int) -> None:
             raise LaunchError(f"--port {port}: {reason}; choose another, or leave --port out for a free one") from error
 
 
-def check_port_number(port: int) -> None:
-    """Raises LaunchError for what is no port."""
+def check_port_number(port: int, where: str = "") -> None:
+    """Raises LaunchError for what is no port; `where` is how it was given."""
     if not 1 <= port <= 65535:
-        raise LaunchError(f"--port {port}: a port is a number from 1 to 65535")
+        raise LaunchError(f"{where or f'--port {port}'}: a port is a number from 1 to 65535")
 
 
 def is_stray(name: str) -> bool:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from launch.rank import encoded
 from normscale.errors import LaunchError
 
 SSH_ARGS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PLAIN = re.compile(r"[\w@+=:,./-]+")
 
 
@@ -48,6 +50,12 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
     for what, path in (("this folder", os.getcwd()), ("this Python", sys.executable)):
         if not _PLAIN.fullmatch(path):
             raise LaunchError(f"{what}, {path}: DeepSpeed's launcher needs a path without spaces; use launch ssh")
+    for host in hosts:
+        if not _NAME.fullmatch(host.name):
+            raise LaunchError(
+                f"{host.name}: DeepSpeed's launcher knows no such name of a host; give it a plain one in ~/.ssh/config,"
+                f" or use launch ssh{host.where}"
+            )
     meeting = ssh.Meeting(options.port or 0, options.master_addr, options.device)
     if dry_run(options):
         env = handed_on(os.environ) | ({"ACCELERATE_USE_CPU": "true"} if options.device == "cpu" else {})
@@ -57,7 +65,7 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
         return 0
     from launch.__main__ import check_config
 
-    check_config(args)
+    check_config(args, sum(host.slots for host in hosts))
     if shutil.which("pdsh") is None:
         raise LaunchError("pdsh: no such program here; apt-get install pdsh, or use launch ssh, which needs none")
     limits = Limits(options.grace)
@@ -66,8 +74,11 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
         sites = asked.sites(meeting.port, meeting.at(hosts), by_name=ssh.INTERFACE not in os.environ)
         env = _kept(ssh.train_env(sites, args, meeting, os.environ))
     words = encoded(args, env, watch=True)
-    rendered = command(options.hostfile, hosts, (meeting.at(hosts), sites[0].port), words)
-    return PdshJob(rendered, hosts, place, limits).run()
+    with tempfile.TemporaryDirectory(prefix="normscale-hosts-") as folder:
+        hostfile = Path(folder, "hosts")  # as we have read it
+        hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in hosts), encoding="utf-8")
+        rendered = command(hostfile, hosts, (meeting.at(hosts), sites[0].port), words)
+        return PdshJob(rendered, hosts, place, limits).run()
 
 
 def command(hostfile: Path, hosts: Sequence[Host], master: tuple[str, int], words: str) -> Command:

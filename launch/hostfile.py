@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.command import MOST_RANKS
 from normscale.errors import LaunchError, nearest
 
-_HOST = re.compile(r"(?!-)[A-Za-z0-9_.:%@\[\]-]+")
-_SLOTS = re.compile(r"slots=(\d{1,6})")
+_HOST = re.compile(r"([A-Za-z0-9_.][A-Za-z0-9_.-]*@)?[A-Za-z0-9_:\[][A-Za-z0-9_.:%\[\]-]*")
+_SLOTS = re.compile(r"slots=([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class Host:
     name: str
     slots: int
     place: str = ""
+
+    @property
+    def machine(self) -> str:
+        """Returns its name without the user, as names of hosts are compared."""
+        return self.name.rpartition("@")[2].lower().rstrip(".")
 
     @property
     def where(self) -> str:
@@ -55,12 +61,12 @@ def parse(text: str, name: str = "hostfile") -> list[Host]:
         if not words:
             continue
         host = _host(words, line.strip(), place)
-        if host.name in found:
+        if first := found.get(host.machine):
             raise LaunchError(
-                f"{place}: {host.name} is there twice, first in line {found[host.name].place.rpartition(':')[2]}; "
+                f"{place}: {host.name} is there twice, first in line {first.place.rpartition(':')[2]}; "
                 "write it once, with all its slots"
             )
-        found[host.name] = host
+        found[host.machine] = host
     if not found:
         raise LaunchError(f"{name}: no host in this hostfile; write a line 'HOST slots=RANKS' for each host")
     return list(found.values())
@@ -88,4 +94,6 @@ def _host(words: list[str], line: str, place: str) -> Host:
         raise LaunchError(f"{place}: {shown!r} is not 'HOST slots=RANKS', as in: node1 slots=4")
     if int(slots[1]) == 0:
         raise LaunchError(f"{place}: {shown!r} has no slot; give it one a rank, or take the line out")
+    if int(slots[1]) > MOST_RANKS:
+        raise LaunchError(f"{place}: {shown!r} has too many slots; at most {MOST_RANKS} ranks on a host")
     return Host(words[0], int(slots[1]), place)

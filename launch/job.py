@@ -13,7 +13,7 @@ from launch.failures import Failure, first_of, signal_name
 from launch.hostfile import Host
 from launch.local import PREEMPTED, stops
 from launch.remote import Event, Remote
-from launch.supervise import STOPS
+from launch.supervise import STOPS, passed_on
 from launch.wire import BEAT_S, LOST_AFTER_S
 from normscale.arguments import debugging, say_error
 from normscale.errors import LaunchError
@@ -74,6 +74,7 @@ class Job:
         self._deadline: float | None = None
         self._told, self._passed = 0, set[int]()
         self._beaten = 0.0
+        self._together = True  # what the hosts run are ranks, which fail together
 
     def __enter__(self) -> "Job":
         for host in self._hosts:
@@ -95,6 +96,7 @@ class Job:
         """
         self._gather("hello", "no answer", self._limits.connect_s)
         self._refuse([(one, wrong) for one in self._remotes if (wrong := _differs(one))])
+        self._refuse(_twice(self._remotes))
         first = (self._remotes[0].hello or {})["host"]
         several = by_name and len({(remote.hello or {})["host"] for remote in self._remotes}) > 1
         for remote in self._remotes:
@@ -105,6 +107,11 @@ class Job:
         answers = [(one, one.answer or {}) for one in self._remotes]
         self._refuse([(one, wrong) for one, said in answers for wrong in said["wrong"]])
         found = int(answers[0][1].get("port", 0))
+        if master is not None and found:
+            for remote in self._remotes:
+                remote.send(reach=[master, found])
+            self._gather("reached", "no answer", self._limits.connect_s)
+            self._refuse([(one, one.reached) for one in self._remotes if one.reached])
         return [_site(one, found) for one in self._remotes]
 
     def run(self, tasks: Sequence[Task]) -> int:
@@ -114,11 +121,11 @@ class Job:
         for remote, task in zip(self._remotes, tasks, strict=True):
             start = {"argv": task.argv, "env": task.env, "first_rank": task.first_rank, "ranks": task.ranks}
             remote.send(start=start)
-        together = all(task.ranks for task in tasks)
+        self._together = all(task.ranks for task in tasks)
         while not all(remote.over for remote in self._remotes):
             self._turn()
             self._pass_signals_on()
-            if together and self._deadline is None and (self._failures or self._unexplained):
+            if self._together and self._deadline is None and (self._failures or self._unexplained):
                 self._stop_all(self._limits.after_failure_s)
         return self._result()
 
@@ -154,6 +161,8 @@ class Job:
             remote.hello = message["hello"]
         elif "answer" in message:
             remote.answer = message["answer"]
+        elif "reached" in message:
+            remote.reached = message["reached"]
         elif "failed" in message:
             self._failures.append(Failure(**message["failed"]).at(remote.host.name))
         elif "end" in message:
@@ -194,7 +203,7 @@ class Job:
             if number not in self._passed:
                 self._passed.add(number)
                 for remote in self._remotes:
-                    remote.send(signal=number)
+                    remote.send(signal=passed_on(number))
             if number in STOPS:
                 self._stop_all(self._limits.grace_s if len(stops(self._noted)) == 1 else 0.0)
 
@@ -217,7 +226,7 @@ class Job:
             say_error("stopped by SIGUSR1")  # before the ranks were ready for it
             return PREEMPTED
         if failure is not None and (failure.rank != 0 or not failure.told):
-            say_error(failure.says())
+            say_error(failure.says() if self._together else failure.error)
         if failure is not None:
             return failure.exit_code
         if not self._unexplained:
@@ -235,6 +244,18 @@ def _differs(remote: Remote) -> str | None:
     return (
         f"its copy of normscale is another ({code}, here {code_hash()}); copy this checkout there, or give --remote-dir"
     )
+
+
+def _twice(remotes: Sequence[Remote]) -> list[tuple[Remote, str]]:
+    """Returns the hosts that stand in the hostfile already, by another name."""
+    found: dict[str, Remote] = {}
+    again = []
+    for remote in remotes:
+        machine = (remote.hello or {}).get("machine")
+        if machine and found.setdefault(machine, remote) is not remote:
+            says = f"is the same host as {found[machine].host.name}; write it once, with all its slots"
+            again.append((remote, says))
+    return again
 
 
 def _site(remote: Remote, port: int) -> Site:

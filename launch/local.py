@@ -8,23 +8,29 @@ from types import FrameType
 
 from launch.command import Command
 from launch.failures import signal_name
-from launch.supervise import POLL_S, STOPS, Outcome, Supervised
+from launch.supervise import POLL_S, STOPS, Outcome, Supervised, passed_on
 from normscale.arguments import debugging, say_error
 
 GRACE_S = 20.0  # what survivors of a failure, or of a signal, have to end by themselves
 PREEMPTED = 128 + signal.SIGTERM
 
 
-def run(command: Command, grace_s: float = GRACE_S, what: str = "accelerate launch", restarts: bool = False) -> int:
+def run(
+    command: Command,
+    grace_s: float = GRACE_S,
+    what: str = "accelerate launch",
+    restarts: bool = False,
+    first_rank: int = 0,
+) -> int:
     """Runs a command that starts several ranks, and returns its exit code: the first failing rank's.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to the ranks (a second one ends them at once); what has not ended after
+    SIGINT, SIGTERM and SIGHUP reach the ranks as SIGTERM (a second one ends them at once); what has not ended after
     `grace_s` is killed, and when this returns no process of the launch is left but a sink that still replays records.
     SIGUSR1, by which a scheduler tells of the end to come, is passed on alone. With `restarts`, what `command` starts
-    deals with ranks that fail.
+    deals with ranks that fail. `first_rank` is that of this host.
     """
     noted: list[int] = []
-    ranks = Supervised(command, _say)
+    ranks = Supervised(command, _say, first_rank=first_rank)
     forward_signals(ranks, noted)
     try:
         _wait(ranks, noted, grace_s, restarts)
@@ -42,7 +48,7 @@ def forward_signals(ranks: Supervised, noted: list[int]) -> None:
 
     def forward(number: int, frame: FrameType | None) -> None:
         if number not in noted:
-            ranks.signal(number)
+            ranks.signal(passed_on(number))
         noted.append(number)
 
     for number in (*STOPS, signal.SIGUSR1):

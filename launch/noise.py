@@ -6,10 +6,16 @@ from dataclasses import dataclass, field
 
 from launch.failures import Failure, of_exit
 
-AGENT_LINE = re.compile(rb"^[EWIC]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
+AGENT_LINE = re.compile(rb"[EWIC]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
 AGENT_FAILURE = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 AGENT_SUMMARY = re.compile(rb"^  rank +: (\d+) |^  exitcode +: (-?\d+) ")
 AGENT_FRAME = re.compile(rb'^  File ".*(accelerate/commands/|torch/distributed/(run|launcher/api)\.py")')
+
+
+def _agents_own(line: bytes) -> int | None:
+    """Returns where the agent's words begin in a line: a rank's own last line may have had no end before them."""
+    found = AGENT_LINE.search(line)
+    return found.start() if found else None
 
 
 @dataclass
@@ -27,9 +33,10 @@ class AgentNoise:
 
     def feed(self, line: bytes) -> list[bytes]:
         """Returns the lines to pass on, now that this one is known."""
-        if self.over or AGENT_LINE.match(line):
-            self.dropped.append(line)
-            return []
+        own = 0 if self.over else _agents_own(line)
+        if own is not None:
+            self.dropped.append(line[own:])
+            return [*self.flush(), line[:own] + b"\n"] if own else []
         if line.startswith(b"Traceback (most recent call last)"):
             passed, self.held = self.held, [line]
             return passed

@@ -18,6 +18,7 @@ MADE_CONFIG, MADE_ARGS = "NORMSCALE_MAKE_CONFIG", "NORMSCALE_MAKE_ARGS"
 
 USAGE = """python -m launch LAUNCHER [options] -- CONFIG [key=value ...]
        python -m launch LAUNCHER [options] --claim ID -- [options of normscale claim run]"""
+LEAST_SILENCE_S = 3 * wire.BEAT_S
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
 
 
@@ -76,7 +77,8 @@ def _hosts(one: argparse.ArgumentParser) -> None:
 
 def _ssh(one: argparse.ArgumentParser) -> None:
     _hosts(one)
-    _seconds(one, "--lost-after", wire.LOST_AFTER_S, "a host, or this launcher, that is silent for so long is lost")
+    says = f"a host, or this launcher, that is silent for so long is lost (at least {LEAST_SILENCE_S:g})"
+    _seconds(one, "--lost-after", wire.LOST_AFTER_S, says)
     _seconds(one, "--connect", CONNECT_S, "time for the hosts to answer")
 
 
@@ -104,6 +106,7 @@ def _torchrun(one: argparse.ArgumentParser) -> None:
     one.add_argument("--nnodes", default="1", metavar="N|MIN:MAX", help="number of hosts (default 1)")
     one.add_argument("--nproc", type=whole, default=1, metavar="N", help="ranks of this host (default 1)")
     one.add_argument("--node", metavar="K", help="number of this host, for a fixed number; slurm: as Slurm says")
+    one.add_argument("--task", action="store_true", help=argparse.SUPPRESS)  # of a batch job: see launch/task.py
     one.add_argument("--rdzv-id", default="normscale", metavar="ID", help="name of this rendezvous, the same on each")
     one.add_argument("--max-restarts", type=whole, default=0, metavar="N", help="new starts of all ranks (default 0)")
     _device(one)

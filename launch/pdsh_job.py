@@ -26,7 +26,7 @@ from launch.pdsh_guard import put_guard
 from launch.processes import adopt_orphans, die_with_parent, end_descendants
 from launch.rank import MARK
 from launch.ssh import Place
-from launch.supervise import POLL_S, STOPS, Outcome, pump
+from launch.supervise import POLL_S, STOPS, Outcome, passed_on, pump
 
 SIGNAL_S = 10.0  # what a signal may take to its rank
 
@@ -46,6 +46,7 @@ class PdshJob:
         self._host_of = [host.name for host in hosts for _ in range(host.slots)]
         self._pids: dict[int, int] = {}
         self._failures: list[Failure] = []
+        self._well: set[int] = set()
         self._noise: list[bytes] = []
         self._noted: list[int] = []
 
@@ -87,6 +88,9 @@ class PdshJob:
             thread.join(5)
         code = process.wait()
         failure = first_of(self._failures)
+        silent = sorted(set(range(len(self._host_of))) - self._well)
+        if code == 0 and failure is None and silent and not self._noted:  # pdsh's own word is not enough
+            failure = Failure(silent[0], 1, "ended without a word").at(self._host_of[silent[0]])
         outcome = Outcome(failure.exit_code if failure else abs(code), failure, b"".join(self._noise))
         return report(outcome, self._noted, "DeepSpeed's launcher")
 
@@ -96,7 +100,7 @@ class PdshJob:
         while process.poll() is None:
             fresh, told = self._noted[told:], len(self._noted)
             for number in fresh:
-                self._signal(number)
+                self._signal(passed_on(number))
             now = time.monotonic()
             if len(stops(self._noted)) > 1:
                 deadline = min(deadline, now)
@@ -153,7 +157,8 @@ class PdshJob:
         for line in stream:
             before, mark, status = line.partition(MARK)
             if mark:
-                self._heed(status)
+                with contextlib.suppress(ValueError, KeyError):  # another rank's words got between
+                    self._heed(status)
             elif lost := _LOST.match(line):
                 host = lost[1].decode(errors="replace")
                 self._failures.append(Failure(-1, 1, f"{host}: the connection was lost", t=time.time_ns()))
@@ -171,6 +176,10 @@ class PdshJob:
             return
         self._pids.pop(rank, None)
         if "error" not in told and told["code"] != 0:
-            self._failures.append(of_exit(rank, told["code"]).at(host))
+            failure = of_exit(rank, told["code"]).at(host)
+            if not (failure.killed and any(not one.followed and not one.stopped for one in self._failures)):
+                self._failures.append(failure)  # else it was ended for the sake of those
         elif told.get("exit_code", 0) != 0:
             self._failures.append(Failure(rank, told["exit_code"], told["error"], t=told["t"]).at(host))
+        elif "exit_code" in told:
+            self._well.add(rank)

@@ -95,7 +95,8 @@ def _has_lifeline() -> bool:
 
 def _tell(status: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, MARK + json.dumps(status).encode() + b"\n")
+        # The first line ends what the rank may have left unfinished, of which pdsh passes on nothing after a NUL.
+        os.write(2, MARK + b"\n" + MARK + json.dumps(status).encode() + b"\n")
 
 
 if __name__ == "__main__":

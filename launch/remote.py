@@ -43,6 +43,7 @@ class Remote:
         self.host = host
         self.hello: dict[str, Any] | None = None
         self.answer: dict[str, Any] | None = None
+        self.reached: str | None = None
         self.end: dict[str, Any] | None = None
         self.lost: str | None = None
         self.heard = time.monotonic()

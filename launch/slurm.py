@@ -18,15 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.command import check_port_number
+from launch.command import check_port_number, check_ranks
 from launch.environment import handed_on, trimmed
 from launch.options import dry_run
 from launch.plan_env import plan_env
 from normscale.errors import LaunchError
 
+JUDGE = "-judge"
 TEMPLATES = Path(__file__).with_name("templates")
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
-NAME = re.compile(r"[\w.+-]{1,100}")
+NAME = re.compile(r"[A-Za-z0-9_.+][A-Za-z0-9_.+-]{0,99}")
+NAMES = re.compile(
+    rf"{NAME.pattern}(,{NAME.pattern}){{0,20}}"
+)  # of partitions, of which Slurm takes the first that is free
+LONGEST_GRACE_S = 65535
 OURS = ("SLURM_CONF", "SBATCH_")  # settings of Slurm itself that the caller's environment may hold
 
 
@@ -61,11 +66,12 @@ class Batch:
                 raise LaunchError(f"--{name.replace('_', '-')} {value}: give {least} or more")
         if self.nproc is not None and (self.nproc < 1 or (self.gpus and self.nproc > self.gpus)):
             raise LaunchError(f"--nproc {self.nproc}: give 1 or more ranks a host, and with GPUs at most one a GPU")
+        check_ranks(self.ranks)
         if self.time is not None and not TIME.fullmatch(self.time):
             raise LaunchError(f"--time {self.time}: not a time limit; give minutes, HH:MM:SS or DAYS-HH:MM:SS (TIME=)")
         for name in ("partition", "account", "name"):
             value = getattr(self, name)
-            if value is not None and not NAME.fullmatch(value):
+            if value is not None and not (NAMES if name == "partition" else NAME).fullmatch(value):
                 raise LaunchError(f"--{name} {value!r}: not a name; letters, digits and . _ + - make one")
         if self.time is not None and minutes(self.time) * 60 < self.grace_s + 60:
             raise LaunchError(
@@ -76,6 +82,10 @@ class Batch:
                 raise LaunchError(f"--sbatch {word!r}: not an option of sbatch; write e.g. --sbatch=--mem=64G")
         if "\n" in self.logs or "%" in self.logs:
             raise LaunchError(f"--logs {self.logs!r}: not a folder that Slurm can be told; choose a plain name")
+        if self.grace_s > LONGEST_GRACE_S:
+            raise LaunchError(
+                f"--grace {self.grace_s}: Slurm tells a job of its limit at most {LONGEST_GRACE_S} s before"
+            )
         if self.port is not None:
             check_port_number(self.port)
 
@@ -110,15 +120,12 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
     else:
         scripts = [("", train_script(batch, args, os.environ, plan={}, script=f"{stem}.sbatch"))]
     if dry_run(options):
-        for (suffix, text), after in zip(scripts, ("", "JOB"), strict=False):
-            path = f"{stem}{suffix}.sbatch"
-            print(f"cat > {shlex.quote(path)} <<'END-OF-SCRIPT'\n{text}END-OF-SCRIPT")
-            print(shlex.join(submit_command(path, after)))
+        print(shown(stem, scripts))
         return 0
     if options.claim is None:
         from launch.__main__ import check_config
 
-        check_config(args)
+        check_config(args, batch.nodes * batch.ranks)
         plan = plan_env(args, batch.nodes * batch.ranks)
         scripts = [("", train_script(batch, args, os.environ, plan, f"{stem}.sbatch"))]
     return _submit(batch, stem, scripts)
@@ -136,12 +143,12 @@ def train_script(
         "DEVICE": "cuda" if batch.gpus else "cpu",
         "GRACE": str(batch.grace_s),
         "WORDS": shlex.join(args),
-        "RESTARTED": _template("restarted.sh", {"SCRIPT": shlex.quote(script).replace('"', "")}),
+        "RESTARTED": _template("restarted.sh", {}),
         "FOLLOW_UP": "",
+        "SCRIPT": shlex.quote(script),
     }
     if batch.follow_up:
-        tries = {"TRIES": str(batch.follow_up), "SCRIPT": shlex.quote(script)}
-        values["FOLLOW_UP"] = _template("follow_up.sh", tries)
+        values["FOLLOW_UP"] = _template("follow_up.sh", {"TRIES": str(batch.follow_up)})
     return _template("train.sbatch", values)
 
 
@@ -153,7 +160,7 @@ def claim_scripts(batch: Batch, words: Sequence[str], environ: Mapping[str, str]
     part = [*words, "--part"]
     array = ("--nodes=1", f"--array=1-{batch.nodes}")
     text = _claim_script(batch, part, environ, array, f' "$SLURM_ARRAY_TASK_ID/{batch.nodes}"')
-    return [("-parts", text), ("-judge", judge)]
+    return [("-parts", text), (JUDGE, judge)]
 
 
 def _claim_script(
@@ -164,6 +171,20 @@ def _claim_script(
         "WORDS": shlex.join(words) + last,
     }
     return _template("claim.sbatch", values)
+
+
+def shown(stem: Path, scripts: Sequence[tuple[str, str]]) -> str:
+    """Returns shell commands that write the scripts and submit them."""
+    lines = [f"mkdir -p {shlex.quote(str(stem.parent))}"]
+    for suffix, text in scripts:
+        path, mark = f"{stem}{suffix}.sbatch", "END-OF-SCRIPT"
+        while mark in text.splitlines():
+            mark += "-"
+        lines.append(f"cat > {shlex.quote(path)} <<'{mark}'\n{text}{mark}")
+        command = shlex.join(submit_command(path, "JOB" if suffix == JUDGE else ""))
+        command = command.replace("afterok:JOB", 'afterok:"${job%%;*}"')
+        lines.append(f'job=$({command}) && echo "job $job"')
+    return "\n".join(lines)
 
 
 def submit_command(script: str, after: str = "") -> tuple[str, ...]:
@@ -222,7 +243,7 @@ def _submit(batch: Batch, stem: Path, scripts: Sequence[tuple[str, str]]) -> int
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         for suffix, text in scripts:
-            Path(f"{stem}{suffix}.sbatch").write_text(text, encoding="utf-8")
+            Path(f"{stem}{suffix}.sbatch").write_bytes(os.fsencode(text))
     except OSError as error:
         raise LaunchError(f"--logs {stem.parent}: cannot be written ({error.strerror}); choose another") from None
     env = trimmed(os.environ) | {name: value for name, value in os.environ.items() if name.startswith(OURS)}

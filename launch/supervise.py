@@ -17,6 +17,7 @@ from launch.command import Command
 from launch.failures import Failure, first_failure, left_status
 from launch.noise import AgentNoise
 from launch.processes import adopt_orphans, children, die_with_parent, end_descendants, send
+from normscale.arguments import debugging
 
 Say = Callable[[bytes], None]
 
@@ -24,7 +25,14 @@ POLL_S = 0.2
 PUMPS_S = 5.0  # what the last words may take; a sink that lives on holds the pipe open
 PARTIAL_S = 0.5  # how long a line may stay unfinished before it is passed on as it is
 LONGEST = 1 << 16  # and how long it may get
+QUIET = {} if debugging() else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Below that, torch prints a stack of its own for each connection that ends; ranks say in a line what that means."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def passed_on(number: int) -> int:
+    """Returns the signal that ranks get for ours: SIGTERM, which they write a checkpoint at, for all that stop us."""
+    return signal.SIGTERM if number in STOPS else number
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,11 @@ class Supervised:
         self._deadline: float | None = None
         self._ranks = ranks
         status = {"NORMSCALE_STATUS_DIR": self._folder.name} if ranks else {}
+        status["PET_LOG_DIR"] = f"{self._folder.name}/torch"  # torchrun would leave a folder of its own behind
         remote = say_out is not None
         self.process = subprocess.Popen(
             command.argv,
-            env=command.environ(os.environ) | status,
+            env=QUIET | command.environ(os.environ) | status,
             stdin=subprocess.DEVNULL if remote else None,
             stdout=subprocess.PIPE if remote else None,
             stderr=subprocess.PIPE,
@@ -112,14 +121,23 @@ class Supervised:
         if seen is not None and left_status(self.folder, seen.rank):
             seen = None
         # What the others met once a rank was killed is not the reason.
-        failure = seen or first_failure(self.folder) or (noise.failure() if code else None)
+        failure = seen or first_failure(self.folder) or (noise.failure() if code else self._silent())
         outcome = Outcome(failure.exit_code if failure else abs(code), failure, b"".join(noise.dropped))
-        with contextlib.suppress(OSError):
-            self._folder.cleanup()
+        self.forget()
         return outcome
 
+    def _silent(self) -> Failure | None:
+        """Returns a failure where no rank has said how it ended: an exit code of 0 alone does not mean trained."""
+        said = not self._ranks or any(self.folder.glob("rank*.status"))
+        return None if said else Failure(self._noise.first_rank, 1, "ended without a word")
+
+    def forget(self) -> None:
+        """Removes what was kept of the ranks, for whom nobody asks any more."""
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
     def _pump_lines(self, stream: IO[bytes], say: Say) -> None:
-        for line in stream:
+        while line := stream.readline(LONGEST):
             say(b"".join(self._noise.feed(line)))
         say(b"".join(self._noise.flush()))
 

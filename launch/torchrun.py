@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.command import ENTRY, Command, Device, choose_device, is_stray, threads
+from launch.command import ENTRY, Command, Device, check_port_number, check_ranks, choose_device, is_stray, threads
 from normscale.errors import LaunchError
 from normscale.planned import VARIABLE
 
@@ -46,9 +46,11 @@ class Elastic:
         place = _END_POINT.fullmatch(self.rdzv)
         if not place:
             raise LaunchError(f"--rdzv {self.rdzv}: not HOST:PORT; name the first host and a free port, e.g. n1:29500")
+        check_port_number(int(place["port"]), f"--rdzv {self.rdzv}")
         nodes(self.nnodes)
-        if self.nproc < 1:
-            raise LaunchError(f"--nproc {self.nproc}: at least one process is needed")
+        if not self.rdzv_id.strip():
+            raise LaunchError("--rdzv-id: it is empty; give a name, the same on each host")
+        check_ranks(self.nproc)
         if self.max_restarts < 0:
             raise LaunchError(f"--max-restarts {self.max_restarts}: give 0 or more")
         if node is not None:

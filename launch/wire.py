@@ -18,6 +18,8 @@ MAGIC = b"\nnormscale agent 1\n"
 HEADER = struct.Struct(">cI")
 OUT, ERR, MESSAGE = b"O", b"E", b"M"
 LARGEST = 1 << 26
+PIECE = 1 << 20
+"""What a rank writes goes out in pieces: no line of its is too long, and a beat gets in between."""
 BEAT_S = 2.0
 LOST_AFTER_S = 30.0
 
@@ -35,11 +37,11 @@ class FrameWriter:
 
     def out(self, text: bytes) -> None:
         """Passes on what ranks wrote on stdout."""
-        self._frame(OUT, text)
+        self._pieces(OUT, text)
 
     def err(self, text: bytes) -> None:
         """Passes on what ranks wrote on stderr."""
-        self._frame(ERR, text)
+        self._pieces(ERR, text)
 
     def tell(self, **message: Any) -> None:
         """Sends a message, soon."""
@@ -59,6 +61,10 @@ class FrameWriter:
             if message is None:
                 return
             self._frame(MESSAGE, json.dumps(message).encode())
+
+    def _pieces(self, kind: bytes, text: bytes) -> None:
+        for begin in range(0, len(text), PIECE):
+            self._frame(kind, text[begin : begin + PIECE])
 
     def _frame(self, kind: bytes, payload: bytes) -> None:
         if payload:

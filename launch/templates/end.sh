@@ -1,3 +1,8 @@
+case "$code" in # a failure is told above what Slurm's signals give, as Slurm keeps the largest code (launch/task.py)
+255) code=138 ;;
+254) code=1 ;;
+19[3-9] | 2[0-5][0-9]) code=$((code - 192)) ;;
+esac
 # 143: told to stop, with a checkpoint written. Slurm does not queue a job again that ends by itself in time.
 if [ "$code" -eq 143 ]; then
     say "stopped with a checkpoint; it is queued again"

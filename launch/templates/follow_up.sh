@@ -10,5 +10,5 @@ if [ -n "${2:-}" ]; then
 fi
 if [ "$restart" -eq 0 ] && [ "$try" -lt @TRIES@ ]; then
     sbatch --parsable --dependency=afternotok:"$SLURM_JOB_ID" --kill-on-invalid-dep=yes \
-        @SCRIPT@ $((try + 1)) "$SLURM_JOB_ID" >/dev/null || say "no follow-up could be queued"
+        "$script" $((try + 1)) "$SLURM_JOB_ID" >/dev/null || say "no follow-up could be queued"
 fi

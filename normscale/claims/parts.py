@@ -125,6 +125,9 @@ def _take(path: Path) -> None:
             with suppress(FileNotFoundError):  # whoever renames it first may take it
                 gone = path.with_suffix(f".gone-{socket.gethostname()}-{os.getpid()}")
                 path.rename(gone)
+                if _holder(gone) is not None:  # somebody else has taken it over since we looked
+                    with suppress(FileExistsError):
+                        os.link(gone, path)
                 gone.unlink()
             continue
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

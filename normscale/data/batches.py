@@ -7,8 +7,9 @@ number of shards underneath does not matter, every rank gets the same number of 
 import numpy as np
 from numpy.typing import NDArray
 
+from normscale.config.sharing import check_divides
 from normscale.data.task import IGNORE, MicroBatch, Samples, Task
-from normscale.errors import ConfigError, DataError
+from normscale.errors import DataError
 
 HELD_OUT_ORDER = 0  # not the run's seed: every run is judged on the same samples
 
@@ -112,18 +113,3 @@ def too_few(samples: int, batch: int, key: str = "train.batch", split: str = "")
         f"{key}: {batch} is too many; there are {samples} {split}sequences and one batch needs {batch}; "
         f"lower {key}, or give more text or a smaller model.context"
     )
-
-
-def check_divides(batch: int, world: int, accumulate: int) -> None:
-    """Checks that every rank and every micro-batch gets the same number of sequences.
-
-    Raises:
-        ConfigError: with the three numbers and the nearest batch that would do.
-    """
-    unit = world * accumulate
-    if batch % unit:
-        near = max(unit, round(batch / unit) * unit)
-        raise ConfigError(
-            f"train.batch: {batch} cannot be shared by {world} ranks x train.accumulate={accumulate}; "
-            f"it must be a multiple of {unit}, the nearest is {near}"
-        )

@@ -9,7 +9,7 @@ from normscale.claims.cost import VOCAB
 from normscale.config.deepspeed import native_bf16
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
-from normscale.data.batches import check_divides
+from normscale.config.sharing import check_divides
 from normscale.errors import BadInput
 from normscale.plan.engines import Memory, Option, Size, memory, name_of, options
 from normscale.plan.gpus import Gpu

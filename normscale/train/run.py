@@ -14,7 +14,8 @@ import torch
 from normscale.arguments import LOST_RANK, exit_code_of, is_lost_rank
 from normscale.config.load import dump
 from normscale.config.schema import RunConfig
-from normscale.data.batches import Batches, check_divides, too_few
+from normscale.config.sharing import check_divides
+from normscale.data.batches import Batches, too_few
 from normscale.data.task import load_task
 from normscale.errors import NonFiniteStop, NormscaleError, RunFailed, StoreError
 from normscale.models.builder import build

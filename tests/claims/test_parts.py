@@ -106,6 +106,17 @@ def test_another_host_s_lease_counts_as_long_as_it_is_touched(tmp_path: Path, mo
     assert path.exists()
 
 
+def test_a_lease_that_another_has_just_taken_over_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, holder, looks = lease(tmp_path, "other", 7), parts._holder, iter([None])
+    monkeypatch.setattr(parts, "_holder", lambda path: next(looks, holder(path)))  # it was stale when we looked
+    with pytest.raises(BadInput, match="process 7 on other works on it"), leased(tmp_path, ["a"], "cpu", Part(1, 2)):
+        pytest.fail("two hold it")
+    assert json.loads(path.read_text()) == ["other", "7"]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
 def test_a_process_of_this_host_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()

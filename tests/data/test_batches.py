@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from normscale.config.schema import DataConfig
-from normscale.data.batches import Batches, batches, check_divides, held_out_batches, unigram_of
+from normscale.config.sharing import check_divides
+from normscale.data.batches import Batches, batches, held_out_batches, unigram_of
 from normscale.data.corpus import build, packed, rows_of
 from normscale.data.rows import Row, Source
 from normscale.data.task import IGNORE, MicroBatch, Task

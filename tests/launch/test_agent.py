@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from launch.agent import answer, cannot_be_found, cannot_find, free_port
+from launch.site import answer, cannot_be_found, cannot_find, cannot_reach, machine
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, **names: list[str]) -> None:
@@ -17,8 +17,14 @@ def resolve(monkeypatch: pytest.MonkeyPatch, **names: list[str]) -> None:
 
 
 def test_a_port_that_is_free_or_was_asked_for():
-    port = free_port(0)
-    assert port > 0
+    held: list[socket.socket] = []
+    port = answer({"port": 0}, held)["port"]
+    assert cannot_reach("localhost", port) is None  # it listens until the ranks start
+    held.pop().close()
+    reason = str(cannot_reach("localhost", port))
+    assert reason.startswith(
+        f"cannot reach localhost:{port}, where the ranks meet (connection refused); open the ports"
+    )
     assert answer({"port": port}) == {"port": port, "wrong": []}
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -48,3 +54,11 @@ def test_a_host_must_be_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "me")
     assert answer({"several": True})["wrong"] == [said]
     assert answer({"several": False})["wrong"] == []
+
+
+def test_a_host_is_itself_by_whatever_name():
+    assert machine({}) is None
+    name = machine({"SSH_CONNECTION": "10.0.0.1 1 10.0.0.2 22"})
+    assert name is not None
+    assert name.startswith(f"{socket.gethostname()} ")
+    assert name == machine({"SSH_CONNECTION": "::1 1 ::1 22"})

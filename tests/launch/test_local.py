@@ -24,7 +24,7 @@ port = int(os.environ.get("TEST_PORT", "0")) or None
 sys.exit(local.run(command.local(sys.argv[2:], nproc=2, device="cpu", entry=(sys.argv[1],), port=port), grace_s=2.0))
 """
 RANK = """
-import json, os, signal, subprocess, sys, time
+import atexit, json, os, signal, subprocess, sys, time
 rank, folder = os.environ["RANK"], sys.argv[1]
 with open(f"{folder}/pids", "a") as file:
     file.write(f"{os.getpid()}\\n")
@@ -32,12 +32,17 @@ seen = [os.environ["WORLD_SIZE"], os.environ["ACCELERATE_USE_CPU"], sys.argv[2:]
 open(f"{folder}/argv{rank}", "w").write(json.dumps(seen))
 while len(open(f"{folder}/pids").readlines()) < 2:  # both are up before either fails
     time.sleep(0.05)
+left = []
 def leave(code, error):
+    left.append(code)
     status = {"rank": int(rank), "exit_code": code, "error": error, "t": time.time_ns()}
     path = os.environ["NORMSCALE_STATUS_DIR"] + f"/rank{rank}.status"
     open(path + ".part", "w").write(json.dumps(status))
     os.replace(path + ".part", path)
     sys.exit(code)
+@atexit.register
+def word():
+    open(os.environ["NORMSCALE_STATUS_DIR"] + f"/rank{rank}.status", "a").write("" if left else '{"exit_code": 0}')
 """
 
 
@@ -100,6 +105,11 @@ def test_ranks_meet_at_the_port_that_was_asked_for_or_a_free_one(
     assert (code, err) == (0, "")
     ports = {(tmp_path / f"port{rank}").read_text() for rank in (0, 1)}
     assert ports == {port} if asked else (len(ports) == 1 and not ports & {port, "29500"})
+
+
+def test_ranks_that_end_without_a_word_have_not_trained(tmp_path: Path):
+    code, _, err = finish(start(tmp_path, "os._exit(0)"))
+    assert (code, err) == (1, "normscale: rank 0 ended without a word; the other ranks were stopped\n")
 
 
 def test_a_program_that_does_not_even_parse_is_a_failure(tmp_path: Path):
@@ -212,8 +222,8 @@ def test_a_terminated_launcher_leaves_nothing(tmp_path: Path, body: str):
     assert_gone(ranks)
 
 
-def test_ctrl_c_reaches_the_ranks_as_such(tmp_path: Path):
-    body = f"try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    open('{tmp_path}/int' + rank, 'w').close()"
+def test_ctrl_c_lets_the_ranks_write_a_checkpoint(tmp_path: Path):
+    body = f"signal.signal(15, lambda *_: (open('{tmp_path}/int' + rank, 'w').close(), sys.exit(1)))\ntime.sleep(60)"
     process = start(tmp_path, body)
     ranks = pids(tmp_path)
     time.sleep(0.3)
@@ -243,3 +253,10 @@ def test_noise_of_the_agent_is_parted_from_the_ranks():
     assert passed == ours * 2
     assert noise.dropped == [agent, *last, b"====\n"]
     assert noise.failure() == Failure(1, 3, "ended with exit code 3")
+
+
+def test_noise_of_the_agent_is_found_after_a_line_without_end():
+    agent = b"E1129 16:22:31.176000 7179 x/torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 7) local_rank: 0 (pid: 7) of binary: p\n"  # noqa: E501
+    noise = AgentNoise(first_rank=2)
+    assert noise.feed(b"step 3/9" + agent) == [b"step 3/9\n"]
+    assert noise.failure() == Failure(2, 7, "ended with exit code 7")

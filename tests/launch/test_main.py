@@ -1,5 +1,7 @@
 """`python -m launch` as a person meets it."""
 
+from pathlib import Path
+
 import pytest
 
 from launch.__main__ import main
@@ -15,6 +17,7 @@ QUICK = str(ACCELERATE_CONFIGS.parent / "train" / "quick.yaml")
         (["local", "--nproc", "2"], "write -- and then"),
         (["local", "--"], "no configuration"),
         (["local", "--nproc", "0", "--", QUICK], "--nproc 0"),
+        (["local", "--nproc", "99999", "--", QUICK], "--nproc 99999: at most 1024 ranks on a host"),
         (["local", "--nproc", "two", "--", QUICK], "--nproc"),
         (["local", "--nproc", "2", "--port", "0", "--", QUICK], "--port 0"),
         (["local", "--nproc", "2", "--", QUICK, "model.M=x"], "model.M"),
@@ -25,10 +28,13 @@ QUICK = str(ACCELERATE_CONFIGS.parent / "train" / "quick.yaml")
         (["ssh", "--", QUICK], "--hostfile: none is given"),
         (["ssh", "--hostfile", "nowhere", "--", QUICK], "nowhere: no such hostfile"),
         (["ssh", "--hostfile", "f", "--grace", "soon", "--", QUICK], "'soon' is not a number of seconds"),
+        (["ssh", "--from-make", "--", "x"], "OPTIONS: there is a -- in it"),
         (["deepspeed", "--", QUICK], "--hostfile: none is given"),
         (["deepspeed", "--hostfile", "f", "--claim", "depth-ablation"], "use launch ssh"),
         (["torchrun", "--", QUICK], "--rdzv: none is given"),
         (["torchrun", "--rdzv", "here", "--", QUICK], "--rdzv here: not HOST:PORT"),
+        (["torchrun", "--rdzv", "a:0", "--", QUICK], "--rdzv a:0: a port is"),
+        (["torchrun", "--rdzv", "a:1", "--rdzv-id", "", "--", QUICK], "--rdzv-id: it is empty"),
         (["torchrun", "--rdzv", "a:1", "--nnodes", "3:2", "--", QUICK], "--nnodes 3:2"),
         (["torchrun", "--rdzv", "a:1", "--nnodes", "2", "--node", "2", "--", QUICK], "--node 2: not one of"),
         (["torchrun", "--rdzv", "a:1", "--node", "slurm", "--", QUICK], "no SLURM_NODEID here"),
@@ -36,6 +42,8 @@ QUICK = str(ACCELERATE_CONFIGS.parent / "train" / "quick.yaml")
         (["slurm", "--time", "soon", "--", QUICK], "--time soon"),
         (["slurm", "--time", "2", "--", QUICK], "--time 2: shorter than --grace 90"),
         (["slurm", "--gpus", "2", "--nproc", "3", "--", QUICK], "--nproc 3"),
+        (["slurm", "--grace", "70000", "--", QUICK], "--grace 70000"),
+        (["slurm", "--partition", "a,,b", "--", QUICK], "--partition 'a,,b'"),
         (["slurm", "--partition", "a b", "--", QUICK], "--partition 'a b'"),
     ],
 )
@@ -79,3 +87,19 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(
     out = capsys.readouterr().out
     assert "--num_processes 2" in out
     assert out.endswith(f"-m normscale train {QUICK} 'name=a b'\n")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "line", "options", "says"),
+    [
+        ("ssh", "n1 slots=1", ["--lost-after", "1"], "--lost-after 1: give 6 or more"),
+        ("deepspeed", "me@n1 slots=1", [], "me@n1: DeepSpeed's launcher knows no such name"),
+        ("deepspeed", "::1 slots=1", [], "::1: DeepSpeed's launcher knows no such name"),
+    ],
+)
+def test_what_a_launcher_cannot_do_with_its_hosts_is_said(
+    launcher: str, line: str, options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "hosts").write_text(f"{line}\n")
+    assert main([launcher, "--hostfile", str(tmp_path / "hosts"), *options, "--dry-run", "--", QUICK]) == 2
+    assert capsys.readouterr().err.startswith(f"normscale: {says}")

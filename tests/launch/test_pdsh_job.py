@@ -65,8 +65,15 @@ print("[2026-11-30 11:57:23,601] [INFO] [launch.py:1:main] nnodes=2")
 print("step 1/20")
 print("pdsh@node0: beta: ssh exited with exit code 3", file=sys.stderr)
 print("a warning", file=sys.stderr)
+for rank in range(3): tell(rank=rank, exit_code=0, error="", t=5)
 """
     assert finish(start(body)) == (0, "step 1/20\n", "a warning\n")
+
+
+def test_exit_code_0_counts_only_with_the_word_of_every_rank():
+    body = "tell(rank=0, exit_code=0, error='', t=5)\ntell(rank=2, exit_code=0, error='', t=5)"
+    code, _, err = finish(start(f"{body}\nsys.stderr.write('{MARK.decode()}half of a wo\\n')"))
+    assert (code, err) == (1, "normscale: rank 1 on beta ended without a word; the other ranks were stopped\n")
 
 
 def test_the_first_failing_rank_answers():
@@ -74,6 +81,12 @@ def test_the_first_failing_rank_answers():
         "tell(rank=2, exit_code=3, error='loss is NaN', t=5)\ntell(rank=0, exit_code=1, error='bad', t=9)\nsys.exit(1)"
     )
     assert finish(start(body)) == (3, "", "normscale: rank 2 on beta: loss is NaN\n")
+
+
+def test_a_rank_that_had_to_be_killed_after_a_failure_is_not_the_reason():
+    body = "tell(rank=1, code=3)\ntell(rank=0, code=-9)\nsys.exit(1)"
+    code, _, err = finish(start(body))
+    assert (code, err) == (3, "normscale: rank 1 on beta ended with exit code 3; the other ranks were stopped\n")
 
 
 def test_a_killed_rank_is_named():

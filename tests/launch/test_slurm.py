@@ -1,6 +1,7 @@
 """Batch scripts, as text, and as a shell reads them."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from launch.__main__ import main
 from launch.slurm import Batch, claim_scripts, minutes, train_script
+from launch.task import coded
 
 from .test_command import AWKWARD
 from .test_main import QUICK
@@ -32,6 +34,7 @@ cd '/work/it'"'"'s' || exit 2
 export NCCL_DEBUG='a b'
 export ACCELERATE_USE_CPU=true
 export OMP_NUM_THREADS=1 # a core a rank; the same on every host, being part of what a run is
+script=s.sbatch
 try=${1:-0} # how many jobs before this one lost a node
 restart=${SLURM_RESTART_COUNT:-0}
 say() { echo "normscale: job $SLURM_JOB_ID: $*" >&2; }
@@ -39,15 +42,21 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 echo "job $SLURM_JOB_ID, start $restart, on $SLURM_JOB_NODELIST: 2 x 1 ranks, which meet at $first:$port"
 if [ "$restart" -gt 0 ] && ! timeout 60 srun --export=ALL --ntasks-per-node=1 true; then
-    say "Slurm cannot start steps in it after the loss of a node; sbatch s.sbatch goes on from the checkpoint"
+    say "Slurm cannot start steps in it after the loss of a node; sbatch $script goes on from the checkpoint"
     exit 1
 fi
-# Each task starts the ranks of its host, and ends with the exit code of the one that failed first.
+# Each task starts the ranks of its host, and ends with the exit code of the one that failed first, coded.
 srun --export=ALL --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \\
+    sh -c 'trap "" TERM USR1; "$0" -c "import launch.__main__" || exit 193; exec "$0" "$@"' \\
     /venv/bin/python -m launch torchrun --rdzv "$first:$port" --nnodes 2 --node slurm --nproc 1 \\
-    --device cpu --grace 90 -- c.yaml 'name=a b' &
+    --task --device cpu --grace 90 -- c.yaml 'name=a b' &
 wait $! # so that this shell hears signals meanwhile
 code=$?
+case "$code" in # a failure is told above what Slurm's signals give, as Slurm keeps the largest code (launch/task.py)
+255) code=138 ;;
+254) code=1 ;;
+19[3-9] | 2[0-5][0-9]) code=$((code - 192)) ;;
+esac
 # 143: told to stop, with a checkpoint written. Slurm does not queue a job again that ends by itself in time.
 if [ "$code" -eq 143 ]; then
     say "stopped with a checkpoint; it is queued again"
@@ -132,11 +141,18 @@ def test_words_arrive_byte_for_byte(slurm_here: Path):
     assert (slurm_here / "words").read_text().split("\0")[:-1] == AWKWARD
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3])
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 61, 138])
 def test_the_exit_code_is_the_step_s(slurm_here: Path, code: int):
-    found, err, asked = run(slurm_here, BATCH, CODE=str(code))
+    found, err, asked = run(slurm_here, BATCH, CODE=str(coded(code)))
     assert (found, err) == (code, "")
     assert "requeue" not in asked
+
+
+def test_a_failure_outdoes_what_slurm_does_to_the_other_tasks():
+    assert coded(0) == 0
+    assert coded(143) == 143
+    assert all(143 < coded(code) < 256 for code in range(1, 256) if code != 143)
+    assert max(coded(3), coded(1), 143, 137) == coded(3)
 
 
 def test_a_preempted_job_is_queued_again(slurm_here: Path):
@@ -207,7 +223,7 @@ def test_a_claim_is_an_array_of_parts_and_a_judge():
 @pytest.mark.parametrize("text", [SCRIPT, *[text for _, text in claim_scripts(BATCH, ["x"], {})]])
 def test_bash_can_read_it(text: str):
     assert subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True).stderr == ""
-    assert "@" not in text.replace("USR1@", "").replace("TERM@", "")
+    assert "@" not in text.replace("USR1@", "").replace("TERM@", "").replace('"$@"', "")
 
 
 @pytest.mark.parametrize(
@@ -250,9 +266,9 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(slurm_here: Path, capsy
     assert main([*words, "--", QUICK]) == 0
     out = capsys.readouterr().out
     assert "#SBATCH --nodes=2\n" in out
-    assert out.splitlines()[-1].startswith(f"sbatch --parsable {slurm_here}/logs/normscale-")
+    assert f"job=$(sbatch --parsable {slurm_here}/logs/normscale-" in out
     assert main([*words, "--claim", "depth-ablation"]) == 0
-    assert "--dependency=afterok:JOB --kill-on-invalid-dep=yes" in capsys.readouterr().out
+    assert '--dependency=afterok:"${job%%;*}" --kill-on-invalid-dep=yes' in capsys.readouterr().out
     assert not (slurm_here / "logs").exists()
     assert (slurm_here / "log").read_text() == ""
 
@@ -263,3 +279,25 @@ def test_without_sbatch_a_line_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["slurm", "--logs", str(tmp_path / "logs"), "--", QUICK]) == 2
     assert capsys.readouterr().err.startswith("normscale: sbatch: no such program here; log in to ")
+
+
+def test_what_a_dry_run_prints_does_it(slurm_here: Path, capsys: pytest.CaptureFixture[str]):
+    logs, log = slurm_here / "lo g's $x `y`", slurm_here / "log"
+    words = ["slurm", "--nodes", "2", "--logs", str(logs), "--claim", "depth-ablation"]
+    args = ["--", "--x", "a\nEND-OF-SCRIPT\nb"]
+
+    def did() -> tuple[list[str], list[list[str]]]:
+        texts = [path.read_text() for path in sorted(logs.glob("*.sbatch"))]
+        asked = [line.split()[:4] for line in log.read_text().splitlines()]
+        shutil.rmtree(logs)
+        log.write_text("")
+        return texts, asked
+
+    assert main([*words, "--dry-run", *args]) == 0
+    shown = capsys.readouterr().out
+    done = subprocess.run(["bash", "-eu"], input=shown, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "job 8\njob 8\n", "")
+    by_hand = did()
+    assert main([*words, *args]) == 0
+    assert by_hand == did()
+    assert (len(by_hand[0]), by_hand[1][1][2]) == (2, "--dependency=afterok:8")

@@ -200,7 +200,7 @@ hosts = [Host("alpha", 1)]
 with ssh.job(hosts, ssh.Place(), Limits()) as job:
     job.sites()
     env = ssh.handed_on(os.environ) | ssh.secrets(os.environ)
-    sys.exit(job.run([Task((sys.executable, "-c", {ENTRY!r}, *{AWKWARD!r}), env)]))
+    sys.exit(job.run([Task((sys.executable, "-c", {ENTRY!r}, *{AWKWARD!r}), env, ranks=False)]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -216,3 +216,20 @@ with ssh.job(hosts, ssh.Place(), Limits()) as job:
     assert seen["PATH"].startswith(f"{os.path.dirname(sys.executable)}:")
     assert not {"RANK", "ACCELERATE_X"} & set(seen)
     assert "hush" not in (hosts_here / "ssh.log").read_text()
+
+
+def test_a_host_under_two_names_is_refused(
+    hosts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 1 10.0.0.2 22")
+    code, lines = launch("alpha beta", hosts_here, capsys)
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith("normscale: beta: is the same host as alpha; write it once, with all its slots (")
+
+
+def test_a_meeting_place_that_no_host_reaches_is_said_before_any_rank_starts(
+    hosts_here: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, lines = launch("alpha", hosts_here, capsys, "--master-addr", "240.0.0.1")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith("normscale: alpha: cannot reach 240.0.0.1:")

@@ -27,14 +27,19 @@ def run():
 sys.exit(run_command(run))
 """
 RANK = """
-import json, os, signal, sys, time
+import atexit, json, os, signal, sys, time
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
+left = []
 def leave(code, error):
+    left.append(code)
     status = {"rank": rank, "exit_code": code, "error": error, "t": time.time_ns()}
     path = os.environ["NORMSCALE_STATUS_DIR"] + f"/rank{rank}.status"
     open(path + ".part", "w").write(json.dumps(status))
     os.replace(path + ".part", path)
     sys.exit(code)
+@atexit.register
+def word():
+    open(os.environ["NORMSCALE_STATUS_DIR"] + f"/rank{rank}.status", "a").write("" if left else '{"exit_code": 0}')
 def save(number, frame):
     open(f"{folder}/saved{rank}", "w").write(str(number))
     leave(143, "stopped after a checkpoint")
@@ -211,12 +216,12 @@ def test_a_frozen_host_is_lost_and_cleans_up_when_it_thaws(launched: Launched):
     launched.assert_gone(wait_s=12.0)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_ranks_can_save_a_checkpoint_when_the_launcher_is_told_to_stop(launched: Launched, number: int, code: int):
-    body = f"signal.signal({int(number)}, save)\nup()\ntime.sleep(60)"
+    body = "signal.signal(signal.SIGTERM, save)\nup()\ntime.sleep(60)"
     launched.start(body).process.send_signal(number)
     assert launched.finish() == (code, "", f"normscale: stopped by {signal.Signals(number).name}\n")
-    assert [(launched.folder / f"saved{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+    assert [(launched.folder / f"saved{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGTERM))] * 2
 
 
 def test_what_does_not_end_within_the_grace_time_is_killed(launched: Launched):

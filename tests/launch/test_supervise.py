@@ -54,8 +54,20 @@ def ended(code: str, **kinds: bool) -> tuple[supervise.Outcome, bytes, bytes]:
 
 
 def test_output_and_exit_code():
-    outcome, out, err = ended("import os, sys; print('o'); print('e', file=sys.stderr); print(sys.stdin.read())")
+    code = "import sys; print('o'); print('e', file=sys.stderr); print(sys.stdin.read())"
+    outcome, out, err = ended(code, ranks=False)
     assert (outcome.exit_code, outcome.failure, out, err) == (0, None, b"o\n\n", b"e\n")
+
+
+def test_exit_code_0_of_ranks_counts_only_with_their_word():
+    outcome, _, _ = ended("")
+    assert outcome.failure is not None
+    assert (outcome.exit_code, outcome.failure.error) == (1, "ended without a word")
+
+
+def test_a_line_without_end_is_passed_on_in_pieces():
+    _, _, err = ended("import sys; sys.stderr.write('y' * 1_000_000)", ranks=False)
+    assert err == b"y" * 1_000_000
 
 
 @pytest.mark.parametrize(("ranks", "has"), [(True, b"True\n"), (False, b"False\n")])
@@ -66,7 +78,7 @@ def test_only_ranks_leave_a_status(ranks: bool, has: bytes):
 
 
 def test_usr1_does_not_end_what_starts_ranks():
-    outcome, out, _ = ended("import os; os.kill(os.getpid(), 10); print('alive')")
+    outcome, out, _ = ended("import os; os.kill(os.getpid(), 10); print('alive')", ranks=False)
     assert (outcome.exit_code, out) == (0, b"alive\n")
 
 

@@ -42,3 +42,14 @@ def test_the_agent_s_side_writes_what_the_launcher_s_reads(monkeypatch: pytest.M
     messages = [payload for kind, payload in found if kind == MESSAGE]
     assert messages[0] == b'{"hello": {"host": "\\u00e9"}}'
     assert set(messages[1:]) == {b'{"beat": true}'}
+
+
+def test_what_a_rank_says_without_end_comes_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "PIECE", 4)
+    read, write = os.pipe()
+    writer = FrameWriter(write)
+    writer.err(b"0123456789")
+    writer.close(5)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        assert [payload for kind, payload in frames(stream) if kind == ERR] == [b"0123", b"4567", b"89"]
