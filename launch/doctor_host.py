@@ -198,7 +198,7 @@ def silence() -> bool:
         server, thread = _LISTENING.pop()
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would keep the port
-        thread.join(1)
+        thread.join(5)
         server.close()
     return True
 

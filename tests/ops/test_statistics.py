@@ -53,7 +53,8 @@ def test_a_row_is_overwritten_not_added_to() -> None:
 def test_what_is_read_on_the_host_is_what_the_operations_give(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     read = statistics(x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    torch.testing.assert_close(read, statistics(x), equal_nan=True)
+    # Half a million squares summed in fp32 in another order, which is the processor's.
+    torch.testing.assert_close(read, statistics(x), equal_nan=True, rtol=1e-5, atol=1e-5)
     assert read.dtype is torch.float32
 
 
