@@ -172,6 +172,7 @@ def _addresses(name: str) -> list[str]:
 def listen() -> dict[str, Any]:
     """Listens at a free port until `silence`; returns {"port"} or {"wrong"}."""
     server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or a connection closed here keeps the port a minute
     try:
         server.bind(("", 0))
         server.listen(64)
@@ -198,7 +199,7 @@ def silence() -> bool:
         server, thread = _LISTENING.pop()
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would keep the port
-        thread.join(5)
+        thread.join(1)
         server.close()
     return True
 
