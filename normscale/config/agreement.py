@@ -16,7 +16,6 @@ place overrules another: what is named twice must be the same. What else that JS
 """
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +98,8 @@ def settled(loaded: Loaded, environ: Mapping[str, str]) -> Loaded:
     elif path in ("", "none"):
         agreed = agreed_compute(written, environ)
     else:
-        agreed = agreed_compute(written, environ, _read_deepspeed(path), path)
+        named_by = f"{DEEPSPEED_VARIABLE}={plain(path, 200)} in the environment"
+        agreed = agreed_compute(written, environ, deepspeed_file.read_object(path, named_by), path)
     if agreed.compute == compute:
         return filled(loaded)
     try:
@@ -115,20 +115,6 @@ def _check_one_file(own: str, path: str) -> None:
             f"engine.json: {plain(own, 200)} but {DEEPSPEED_VARIABLE}={plain(path, 200)} in the environment; give one "
             "DeepSpeed configuration, in one place"
         )
-
-
-def _read_deepspeed(path: str) -> dict[str, Any]:
-    """Returns the DeepSpeed configuration that the environment names."""
-    place = f"{DEEPSPEED_VARIABLE}={plain(path, 200)} in the environment"
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot be read ({error.strerror}); give a file or unset it") from error
-    except (ValueError, RecursionError) as error:  # not JSON, or not text
-        raise ConfigError(f"{place}: is not JSON ({plain(str(error))}); mend the file or unset it") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{place}: is a {type(found).__name__}, not a JSON object; mend the file or unset it")
-    return found
 
 
 def _environment(environ: Mapping[str, str]) -> Said | None:

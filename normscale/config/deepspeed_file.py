@@ -121,7 +121,7 @@ def read(path: str) -> dict[str, Any]:
         ConfigError: it cannot be read, holds a key twice, or one that is not known or not its own to say.
     """
     shown = plain(path, 200)
-    found = _object(path, shown)
+    found = read_object(path, f"engine.json: {shown}", "engine.json")
     _check_names(found, (*AGREED, *PASSED), "", shown)
     for name in ("bf16", "fp16", "zero_optimization"):
         if name in found and not isinstance(found[name], Mapping):
@@ -146,37 +146,41 @@ def named(found: Mapping[str, Any], dotted: str) -> Any:
     return None if value == AUTO else value
 
 
-def _object(path: str, shown: str) -> dict[str, Any]:
+def read_object(path: str, place: str, key: str | None = None) -> dict[str, Any]:
+    """Returns the object of a DeepSpeed JSON file, whoever names it; `place` is what names it, and begins each message.
+
+    Raises:
+        ConfigError: of `key`: it cannot be read, is no JSON object, holds a key twice or a number that JSON has not.
+    """
+
+    def wrong(said: str) -> ConfigError:
+        return ConfigError(f"{place}: {said}", key)
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise wrong(f"{plain(name)} is given twice; remove one")
+            found[name] = value
+        return found
+
+    def refuse(word: str) -> None:
+        raise wrong(f"{word} is not a number of JSON; give a finite one")
+
     try:
         if not Path(path).is_file():
-            raise _wrong(f"{shown}: {'not a file' if Path(path).exists() else 'no such file'}; give a DeepSpeed JSON")
+            raise wrong(f"{'not a file' if Path(path).exists() else 'no such file'}; give a DeepSpeed JSON")
         if (size := Path(path).stat().st_size) > MAX_BYTES:
-            raise _wrong(f"{shown}: {size:,} bytes are too many for a configuration; give a DeepSpeed JSON")
-        found = json.loads(
-            Path(path).read_text(encoding="utf-8"),
-            object_pairs_hook=lambda pairs: _once(pairs, shown),
-            parse_constant=lambda word: _refuse_constant(word, shown),
-        )
+            raise wrong(f"{size:,} bytes are too many for a configuration; give a DeepSpeed JSON")
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
     except OSError as error:
-        raise _wrong(f"{shown}: cannot be read ({error.strerror})") from error
+        raise wrong(f"cannot be read ({error.strerror}); give a DeepSpeed JSON") from error
     except (ValueError, RecursionError) as error:  # not JSON, or not text
-        raise _wrong(f"{shown}: is not JSON ({plain(str(error))}); mend the file") from error
+        raise wrong(f"is not JSON ({plain(str(error))}); mend the file") from error
     if not isinstance(found, dict):
-        raise _wrong(f"{shown}: is a {type(found).__name__}, not a JSON object; mend the file")
+        raise wrong(f"is a {type(found).__name__}, not a JSON object; mend the file")
     return found
-
-
-def _once(pairs: list[tuple[str, Any]], shown: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _wrong(f"{plain(name)} is given twice in {shown}; remove one")
-        found[name] = value
-    return found
-
-
-def _refuse_constant(word: str, shown: str) -> None:
-    raise _wrong(f"{word} is not a number of JSON ({shown}); give a finite one")
 
 
 def _check_names(section: Mapping[str, Any], allowed: tuple[str, ...], prefix: str, shown: str) -> None:

@@ -127,10 +127,12 @@ def test_a_deepspeed_file_that_does_not_go_with_the_rest_is_named(tmp_path: Path
     [
         (b'{"fp16": {"enabled": true}}', ("bf16 (", "run.yaml:2) but fp16 (fp16.enabled=true in ", "ds.json)")),
         (b'{"bf16": {"enabled": false}}', ("bf16 (", "run.yaml:2) but bf16.enabled=false in ", "ds.json;")),
-        (None, ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: cannot be read (No such file")),
+        (None, ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: no such file; give")),
         (b"{fp16", ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is not JSON (")),
         (b"\xff", ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is not JSON (")),
         (b"[" * 100_000, ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is not JSON (")),
+        (b'{"a": 1, "a": 2}', ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: a is given twice;")),
+        (b'{"a": NaN}', ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: NaN is not a number")),
         (b"[]", ("ACCELERATE_DEEPSPEED_CONFIG_FILE=", "ds.json in the environment: is a list")),
     ],
 )

@@ -208,7 +208,7 @@ def test_sections_that_another_key_answers_for_are_refused_with_the_mend(tmp_pat
         ('{"zero_optimization": {"zenflow": {}}}', "zero_optimization.zenflow in "),
         ('{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}', 'give "cpu" or "none"'),
         ('{"zero_optimization": {"offload_optimizer": {"nvme_path": "x"}}}', "offload_optimizer.nvme_path"),
-        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "stage is given twice in "),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "stage is given twice; remove one"),
         ('{"zero_optimization": {"stage": "2"}}', 'zero_optimization.stage="2"'),
         ('{"zero_optimization": {"stage": 4}}', "engine.zero: 4"),
         ('{"zero_optimization": 2}', "zero_optimization is 2, not a section"),
