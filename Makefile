@@ -47,6 +47,14 @@ words := $(strip $(value ARGS) $(foreach one,$(strays),$(call as_word,$(one))))
 $(error $(firstword $(strays)): settings go into ARGS: make $(strip $(or $(MAKECMDGOALS),train) $(known)) ARGS="$(words)")
 endif
 
+# What else is given reaches the programs as environment; what was meant for us is a slip. A make that calls this one may
+# hand on any.
+others := $(strip $(foreach one,$(filter-out $(OWN) ARGS,$(.VARIABLES)),$(call given,$(one))))
+ifneq ($(and $(others),$(filter 0,$(MAKELEVEL))),)
+slip := $(shell "$(PYTHON)" launch/make_names.py '$(subst ','\'',$(others))' '$(OWN) ARGS' 2>/dev/null)
+$(if $(slip),$(error $(slip)))
+endif
+
 ifneq ($(and $(call given,CONFIG),$(call given,CLAIM)),)
 $(error CONFIG and CLAIM: both are given; give the one that is to be trained)
 endif

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from launch import command, local
 from launch.options import LEAST_SILENCE_S, claim_words, dry_run, made_words, parser
@@ -15,8 +15,6 @@ from normscale.errors import LaunchError
 
 if TYPE_CHECKING:
     from normscale.config.load import Loaded
-
-CLAIM = ("-m", "normscale", "claim", "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,22 +64,31 @@ def _mark(words: Sequence[str]) -> int:
 
 def _local(options: argparse.Namespace, args: list[str]) -> int:
     if options.claim is not None:
-        if options.nproc != 1:
-            raise LaunchError("--nproc: a claim trains on one rank a run; --workers N after -- runs N at a time")
-        rendered = command.local(args, device=options.device, entry=CLAIM)
-    else:
-        rendered = command.local(args, nproc=options.nproc, device=options.device, port=options.port)
+        return _claim_here(options, args)
+    rendered = command.local(args, nproc=options.nproc, device=options.device, port=options.port)
     if dry_run(options):
         print(rendered.shell())
         return 0
-    if options.claim is None:
-        if options.nproc > 1:
-            check_config(args, options.nproc)
-        rendered = rendered.with_plan(args, options.nproc)
-    if options.nproc == 1:
-        sys.stdout.flush()
-        os.execvpe(rendered.argv[0], rendered.argv, rendered.environ(os.environ))
-    return local.run(rendered, options.grace)
+    if options.nproc > 1:
+        check_config(args, options.nproc)
+    rendered = rendered.with_plan(args, options.nproc)
+    return _become(rendered) if options.nproc == 1 else local.run(rendered, options.grace)
+
+
+def _claim_here(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Runs a claim, or one part of it, on this machine."""
+    if options.nproc != 1:
+        raise LaunchError("--nproc: a claim trains on one rank a run; --workers N after -- runs N at a time")
+    rendered = command.local(words, device=options.device, entry=command.CLAIM)
+    if dry_run(options):
+        print(rendered.shell())
+        return 0
+    return _become(rendered)
+
+
+def _become(rendered: command.Command) -> NoReturn:
+    sys.stdout.flush()
+    os.execvpe(rendered.argv[0], rendered.argv, rendered.environ(os.environ))
 
 
 def _ssh(options: argparse.Namespace, args: list[str]) -> int:
@@ -115,15 +122,15 @@ def _ssh(options: argparse.Namespace, args: list[str]) -> int:
 
 
 def _torchrun(options: argparse.Namespace, args: list[str]) -> int:
-    from launch.torchrun import Elastic, node_number
+    from launch.torchrun import Elastic, node_number, part_words
     from normscale.planned import planned_in
 
-    if options.claim is not None:
-        raise LaunchError("--claim: a claim needs no rendezvous; use launch local, ssh or slurm")
+    node = node_number(options.node, os.environ)
+    if options.claim is not None:  # whose parts do not meet
+        return _claim_here(options, [*args, *part_words(options.nnodes, node)])
     if options.rdzv is None:
         raise LaunchError("--rdzv: none is given; name the first host and a free port of it, as in n1:29500 (RDZV=)")
     elastic = Elastic(options.rdzv, options.nnodes, options.nproc, options.rdzv_id, options.max_restarts)
-    node = node_number(options.node, os.environ)
     rendered = elastic.command(args, options.device, os.environ, node)
     if dry_run(options):
         print(rendered.shell())

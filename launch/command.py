@@ -16,6 +16,7 @@ from normscale.errors import LaunchError
 Device = Literal["auto", "cpu", "cuda"]
 MOST_RANKS = 1024
 ENTRY = ("-m", "normscale", "train")
+CLAIM = ("-m", "normscale", "claim", "run")
 ACCELERATE_CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "accelerate"
 
 # Left over from another launch in the caller's environment, these would change what the ranks do.

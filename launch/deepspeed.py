@@ -19,17 +19,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch import ssh
+from launch import pdsh_claim, ssh
 from launch.command import Command, check_port_number
 from launch.environment import handed_on
 from launch.hostfile import Host, read_hosts
 from launch.job import Limits
 from launch.options import dry_run
-from launch.pdsh_job import PdshJob
+from launch.pdsh_job import SSH_ARGS, PdshJob
 from launch.rank import encoded
 from normscale.errors import LaunchError
 
-SSH_ARGS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PLAIN = re.compile(r"[\w@+=:,./-]+")
 
@@ -40,8 +39,6 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
     Raises:
         LaunchError: pdsh is missing, a host cannot be reached, or a path that DeepSpeed's launcher could not send.
     """
-    if options.claim is not None:
-        raise LaunchError("--claim: a claim needs no DeepSpeed; use launch ssh (make launch-ssh CLAIM=ID)")
     if options.hostfile is None:
         raise LaunchError("--hostfile: none is given; name a file with lines 'HOST slots=RANKS' (HOSTFILE= with make)")
     hosts = read_hosts(options.hostfile, options.include, options.exclude)
@@ -56,6 +53,13 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
                 f"{host.name}: DeepSpeed's launcher knows no such name of a host; give it a plain one in ~/.ssh/config,"
                 f" or use launch ssh{host.where}"
             )
+    limits, place = Limits(options.grace), ssh.Place()
+    if options.claim is not None:
+        if dry_run(options):
+            print("\n".join(pdsh_claim.shown(hosts, args, place, os.environ)))
+            return 0
+        _need_pdsh()
+        return pdsh_claim.claim(hosts, args, place, limits)
     meeting = ssh.Meeting(options.port or 0, options.master_addr, options.device)
     if dry_run(options):
         env = handed_on(os.environ) | ({"ACCELERATE_USE_CPU": "true"} if options.device == "cpu" else {})
@@ -66,10 +70,7 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
     from launch.__main__ import check_config
 
     check_config(args, sum(host.slots for host in hosts))
-    if shutil.which("pdsh") is None:
-        raise LaunchError("pdsh: no such program here; apt-get install pdsh, or use launch ssh, which needs none")
-    limits = Limits(options.grace)
-    place = ssh.Place()
+    _need_pdsh()
     with ssh.job(hosts, place, limits) as asked:
         sites = asked.sites(meeting.port, meeting.at(hosts), by_name=ssh.INTERFACE not in os.environ)
         env = _kept(ssh.train_env(sites, args, meeting, os.environ))
@@ -92,6 +93,11 @@ def command(hostfile: Path, hosts: Sequence[Host], master: tuple[str, int], word
         *("--module", "launch.rank", words),
     )
     return Command(argv, sets)
+
+
+def _need_pdsh() -> None:
+    if shutil.which("pdsh") is None:
+        raise LaunchError("pdsh: no such program here; apt-get install pdsh, or use launch ssh, which needs none")
 
 
 def _kept(env: Mapping[str, str]) -> dict[str, str]:

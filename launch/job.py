@@ -118,10 +118,11 @@ class Job:
         """Starts the tasks, one a host, and returns the exit code of the launch: the first failing rank's."""
         for number in (*STOPS, signal.SIGUSR1):
             signal.signal(number, self._note)
+        self._together = all(task.ranks for task in tasks)
         for remote, task in zip(self._remotes, tasks, strict=True):
+            remote.labelled = not self._together and len(tasks) > 1
             start = {"argv": task.argv, "env": task.env, "first_rank": task.first_rank, "ranks": task.ranks}
             remote.send(start=start)
-        self._together = all(task.ranks for task in tasks)
         while not all(remote.over for remote in self._remotes):
             self._turn()
             self._pass_signals_on()

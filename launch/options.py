@@ -68,8 +68,6 @@ def _hosts(one: argparse.ArgumentParser) -> None:
     one.add_argument("--hostfile", type=Path, metavar="FILE", help="lines 'HOST slots=RANKS'")
     one.add_argument("--include", action="append", default=[], metavar="HOST", help="only this host (repeatable)")
     one.add_argument("--exclude", action="append", default=[], metavar="HOST", help="not this host (repeatable)")
-    one.add_argument("--remote-dir", metavar="DIR", help="the checkout on the hosts (default: this folder's path)")
-    one.add_argument("--remote-python", metavar="FILE", help="the Python on the hosts (default: this one's path)")
     one.add_argument("--master-addr", metavar="HOST", help="where the ranks meet (default: the first host)")
     one.add_argument("--port", type=whole, metavar="P", help="its port (default: a free one)")
     _device(one)
@@ -77,6 +75,8 @@ def _hosts(one: argparse.ArgumentParser) -> None:
 
 def _ssh(one: argparse.ArgumentParser) -> None:
     _hosts(one)
+    one.add_argument("--remote-dir", metavar="DIR", help="the checkout on the hosts (default: this folder's path)")
+    one.add_argument("--remote-python", metavar="FILE", help="the Python on the hosts (default: this one's path)")
     says = f"a host, or this launcher, that is silent for so long is lost (at least {LEAST_SILENCE_S:g})"
     _seconds(one, "--lost-after", wire.LOST_AFTER_S, says)
     _seconds(one, "--connect", CONNECT_S, "time for the hosts to answer")

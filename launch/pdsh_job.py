@@ -27,7 +27,9 @@ from launch.processes import adopt_orphans, die_with_parent, end_descendants
 from launch.rank import MARK
 from launch.ssh import Place
 from launch.supervise import POLL_S, STOPS, Outcome, passed_on, pump
+from normscale.arguments import say_error
 
+SSH_ARGS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 SIGNAL_S = 10.0  # what a signal may take to its rank
 
 # What DeepSpeed and pdsh say of their own work; the ranks and we say what counts.
@@ -35,15 +37,19 @@ _NOISE = re.compile(
     rb"^\[[\d-]{10} [\d:,]+\] \[(INFO|WARNING|ERROR)\] \[(launch|runner|multinode_runner|\w+_accelerator|logging)\.py:"
     rb"|^pdsh@|^Timeout, server |^W\d{4} .*torch/|^Setting ds_accelerator"
 )
+_LABEL = re.compile(rb"^[\w.-]+: $")  # of a host, before what pdsh passes on of it
 _LOST = re.compile(rb"^pdsh@[^:]+: ([^:]+): ssh exited with exit code 255")
 
 
 class PdshJob:
-    """One launch; `run` returns its exit code."""
+    """One launch; `run` returns its exit code. `ranks` is whether these are ranks, which fail together."""
 
-    def __init__(self, command: Command, hosts: Sequence[Host], place: Place, limits: Limits) -> None:
+    def __init__(
+        self, command: Command, hosts: Sequence[Host], place: Place, limits: Limits, ranks: bool = True
+    ) -> None:
         self._command, self._place, self._limits = command, place, limits
         self._host_of = [host.name for host in hosts for _ in range(host.slots)]
+        self._together = ranks
         self._pids: dict[int, int] = {}
         self._failures: list[Failure] = []
         self._well: set[int] = set()
@@ -86,11 +92,19 @@ class PdshJob:
             end_descendants()
         for thread in pumps:
             thread.join(5)
-        code = process.wait()
+        return self._result(process.wait())
+
+    def _result(self, code: int) -> int:
+        """Says why the launch failed, unless rank 0 has said it, and returns its exit code."""
         failure = first_of(self._failures)
         silent = sorted(set(range(len(self._host_of))) - self._well)
         if code == 0 and failure is None and silent and not self._noted:  # pdsh's own word is not enough
             failure = Failure(silent[0], 1, "ended without a word").at(self._host_of[silent[0]])
+        if failure is not None and not self._together and not stops(self._noted):
+            say_error(
+                failure.error if failure.rank < 0 else f"{failure.host}: what it ran of the claim {failure.error}"
+            )
+            return failure.exit_code
         outcome = Outcome(failure.exit_code if failure else abs(code), failure, b"".join(self._noise))
         return report(outcome, self._noted, "DeepSpeed's launcher")
 
@@ -106,7 +120,7 @@ class PdshJob:
                 deadline = min(deadline, now)
             elif stops(fresh):
                 deadline = min(deadline, now + self._limits.grace_s)
-            elif self._failures and not stops(self._noted):
+            elif self._together and self._failures and not stops(self._noted):
                 deadline = min(deadline, now + self._limits.after_failure_s)
             if now >= deadline and killed:
                 with contextlib.suppress(OSError):
@@ -157,6 +171,7 @@ class PdshJob:
         for line in stream:
             before, mark, status = line.partition(MARK)
             if mark:
+                before = b"" if _LABEL.match(before) else before
                 with contextlib.suppress(ValueError, KeyError):  # another rank's words got between
                     self._heed(status)
             elif lost := _LOST.match(line):
@@ -175,7 +190,9 @@ class PdshJob:
             self._pids[rank] = told["pid"]
             return
         self._pids.pop(rank, None)
-        if "error" not in told and told["code"] != 0:
+        if "error" not in told and told["code"] == 0 and not self._together:
+            self._well.add(rank)
+        elif "error" not in told and told["code"] != 0:
             failure = of_exit(rank, told["code"]).at(host)
             if not (failure.killed and any(not one.followed and not one.stopped for one in self._failures)):
                 self._failures.append(failure)  # else it was ended for the sake of those

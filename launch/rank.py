@@ -1,7 +1,9 @@
 """`python -m launch.rank WORDS`: one rank, started by a launcher that is not ours, with its words byte for byte.
 
-WORDS is base64 of JSON: `words` (those of `normscale train`), `env` (variables to add), `watch`. DeepSpeed's launcher
-puts its arguments through two shells, and variables into a command line; base64 passes unharmed.
+WORDS is base64 of JSON: `words` (those of `normscale train`), `env` (variables to add), `watch`, `parts`. DeepSpeed's
+launcher puts its arguments through two shells, and variables into a command line; base64 passes unharmed. With `parts`
+N it is no rank of training, but runs part RANK + 1 of N of a claim (1: the whole), `words` being those of
+`normscale claim run`.
 
 With `watch`, standard input is a lifeline, through ssh, to the launcher's host: its end is the rank's end. The number
 of the rank's process, and later how it ended, are told in marked lines on stderr.
@@ -20,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.command import ENTRY
+from launch.command import CLAIM, ENTRY, threads
 from launch.processes import adopt_orphans, die_with_parent, end_descendants
 
 MARK = b"\x1enormscale-rank "
@@ -28,9 +30,10 @@ ENDING_S = 5.0
 TICK_S = 0.5
 
 
-def encoded(words: Sequence[str], env: Mapping[str, str], watch: bool) -> str:
+def encoded(words: Sequence[str], env: Mapping[str, str], watch: bool, parts: int | None = None) -> str:
     """Returns the argument that `main` reads back."""
-    text = json.dumps({"words": list(words), "env": dict(env), "watch": watch}, separators=(",", ":"))
+    job = {"words": list(words), "env": dict(env), "watch": watch, "parts": parts}
+    text = json.dumps(job, separators=(",", ":"))
     return base64.urlsafe_b64encode(text.encode()).decode()
 
 
@@ -43,16 +46,27 @@ def decoded(text: str) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code of the rank."""
     job = decoded(argv[0])
-    path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
-    env = os.environ | {"LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE", "1"), "PATH": path} | job["env"]
-    command = [sys.executable, *ENTRY, *job["words"]]
+    number, here = int(os.environ.get("RANK", "0")), os.environ.get("LOCAL_SIZE", "1")
+    env = dict(os.environ)
+    env["PATH"] = f"{os.path.dirname(sys.executable)}:{env.get('PATH', os.defpath)}"
+    if job["parts"] is None:
+        command = [sys.executable, *ENTRY, *job["words"]]
+        own = {"OMP_NUM_THREADS": str(threads(int(here), env | job["env"])), "LOCAL_WORLD_SIZE": here}
+    else:
+        command, own = [sys.executable, *CLAIM, *job["words"], *_part(number, job["parts"])], {}
+        del env["RANK"]  # what a claim starts are no ranks
+    env |= own | job["env"]
     if not job["watch"]:
         os.execve(command[0], command, env)
-    return _watched(command, env)
+    return _watched(command, env, number)
 
 
-def _watched(command: Sequence[str], env: Mapping[str, str]) -> int:
-    parent, number = os.getppid(), int(env.get("RANK", "0"))
+def _part(number: int, parts: int) -> list[str]:
+    return [] if parts == 1 else ["--part", f"{number + 1}/{parts}"]
+
+
+def _watched(command: Sequence[str], env: Mapping[str, str], number: int) -> int:
+    parent = os.getppid()
     adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever sends it sends it to the rank, too
     with tempfile.TemporaryDirectory(prefix="normscale-rank-") as folder:
@@ -68,7 +82,7 @@ def _watched(command: Sequence[str], env: Mapping[str, str]) -> int:
                 break
         end_descendants(ENDING_S)
         code = rank.wait()
-        path = Path(folder, f"rank{number}.status")
+        path = Path(folder, f"rank{number}.status")  # parts of a claim leave none
         _tell(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rank": number, "code": code})
     return code if code >= 0 else 128 - code
 

@@ -47,8 +47,10 @@ class Remote:
         self.end: dict[str, Any] | None = None
         self.lost: str | None = None
         self.heard = time.monotonic()
+        self.labelled = False  # whether its lines get its name, to tell them from those of other hosts
         self.writing = False  # to a reader of ours that takes its time: no silence of the host
         self._events = events
+        self._open: set[bytes] = set()  # streams of which a line has begun
         self._words: list[str] = []
         self._process = subprocess.Popen(
             argv,
@@ -128,10 +130,20 @@ class Remote:
             out = sys.stdout if kind == wire.OUT else sys.stderr
             with _OUTPUT, contextlib.suppress(OSError, ValueError):  # nobody reads; the ranks must be able to write
                 out.flush()
-                out.buffer.write(payload)
+                out.buffer.write(self._shown(kind, payload))
                 out.buffer.flush()
             self.writing, self.heard = False, time.monotonic()
         self._events.put((self, None))
+
+    def _shown(self, kind: bytes, payload: bytes) -> bytes:
+        """Returns what ranks wrote on a stream as a person gets to see it."""
+        if not self.labelled:
+            return payload
+        label = f"{self.host.name}: ".encode()
+        begun = kind in self._open
+        (self._open.discard if payload.endswith((b"\n", b"\r")) else self._open.add)(kind)
+        lines = payload.splitlines(keepends=True)
+        return b"".join(line if begun and not i else label + line for i, line in enumerate(lines))
 
     def _listen(self, stream: IO[bytes]) -> None:
         for raw in stream:

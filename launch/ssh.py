@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launch import torchrun
-from launch.command import Command, Device, threads
+from launch.command import CLAIM, Command, Device, threads
 from launch.environment import handed_on, secrets
 from launch.hostfile import Host
 from launch.job import Job, Limits, Site, Task
@@ -139,7 +139,7 @@ def claim_steps(
     hosts: Sequence[Host], words: Sequence[str], place: Place
 ) -> list[tuple[list[Host], list[tuple[str, ...]]]]:
     """Returns what to run one after the other: hosts and their commands."""
-    base = (place.python, "-m", "normscale", "claim", "run", *words)
+    base = (place.python, *CLAIM, *words)
     count = len(hosts)
     judge = ([hosts[0]], [base])
     if count == 1:

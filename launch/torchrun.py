@@ -107,6 +107,27 @@ def nodes(word: str) -> tuple[int, int]:
     return least, most
 
 
+def part_words(nnodes: str, node: int | None) -> list[str]:
+    """Returns the words by which this host runs its part of a claim; the first one also judges.
+
+    Raises:
+        LaunchError: the parts are not a fixed number, or this host's is not known.
+    """
+    least, most = nodes(nnodes)
+    if least != most:
+        raise LaunchError(f"--nnodes {nnodes}: a claim is cut into a fixed number of parts; give one number (NNODES=)")
+    if most == 1 and node in (None, 0):
+        return []
+    if node is None:
+        raise LaunchError(
+            f"--node: none is given, and each host runs another part of a claim; give --node 0 to {most - 1}"
+            ' (OPTIONS="--node 0" on the first host)'
+        )
+    if node >= most:
+        raise LaunchError(f"--node {node}: not one of --nnodes {nnodes}, of which the first is 0")
+    return ["--part", f"{node + 1}/{most}", *["--then-judge"] * (node == 0)]
+
+
 def static(
     args: Sequence[str],
     *,

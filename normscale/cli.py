@@ -124,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--workers", type=whole, help="runs at a time (default: one a core)")
     shared = "every N-th run alone, for one of N machines with a common --runs; a start without --part judges them"
     run.add_argument("--part", metavar="I/N", help=shared)
+    run.add_argument("--then-judge", action="store_true", help="with --part: wait for the other parts, and judge")
     _store(run)
     run.set_defaults(call=claim_commands.run)
     report = claims.add_parser("report", help="write the report from stored records", allow_abbrev=False)

@@ -103,14 +103,26 @@ def refuse_while_leased(runs: Path, ids: Iterable[str], profile: str) -> None:
         _refuse_others(runs, claim, profile, None)
 
 
+def at_work(runs: Path, ids: Iterable[str], profile: str) -> str | None:
+    """Returns who works on a part of one of the claims, None where nobody does."""
+    held = next((held for claim in ids for held in _held(runs, claim, profile)), None)
+    return held and f"{held[1]}, part {held[0]}"
+
+
 def _refuse_others(runs: Path, claim: str, profile: str, part: Part | None) -> None:
+    for other, holder in _held(runs, claim, profile):
+        if part is not None and other.of == part.of:
+            continue
+        wish = "wait for it" if part is None else f"wait for it, or cut it as that: --part I/{other.of}"
+        raise BadInput(f"claim {claim}: {holder} works on part {other} of its runs; {wish}")
+
+
+def _held(runs: Path, claim: str, profile: str) -> Iterator[tuple[Part, str]]:
+    """Gives the parts of a claim that somebody works on, and who does."""
     for path in sorted((runs / FOLDER).glob(f"{claim}-{profile}-*-of-*.json")):
         found = re.fullmatch(re.escape(f"{claim}-{profile}-") + r"(\d+)-of-(\d+)\.json", path.name)
-        if found is None or (part is not None and int(found[2]) == part.of) or (holder := _holder(path)) is None:
-            continue
-        other = f"{found[1]}/{found[2]}"
-        wish = "wait for it" if part is None else f"wait for it, or cut it as that: --part I/{found[2]}"
-        raise BadInput(f"claim {claim}: {holder} works on part {other} of its runs; {wish}")
+        if found is not None and (holder := _holder(path)) is not None:
+            yield Part(int(found[1]), int(found[2])), holder
 
 
 def _take(path: Path) -> None:

@@ -23,6 +23,7 @@ from normscale.claims.manifest import cells_of, outcomes_of, record_of, write_ma
 from normscale.claims.parts import Part, leased, refuse_while_leased
 from normscale.claims.progress import RunsProgress, time_left
 from normscale.claims.report import Written, writable, write_report
+from normscale.claims.waiting import wait_for_others
 from normscale.claims.workers import Job, Pool, cores
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig, TrackingConfig
@@ -56,17 +57,19 @@ def run_claims(
     workers: int | None = None,
     reports: Path = Path("reports"),
     part: Part | None = None,
+    then_judge: bool = False,
 ) -> int:
     """Runs, judges and reports claims (`core`: all core claims); returns 0 when every run has a result, else 1.
 
     With `part`, its share of the runs alone: no verdict, no report, nothing sent to MLflow. When every part has ended,
-    a start without one finds their runs done, and judges.
+    a start without one finds their runs done, and judges; `then_judge` waits for the other parts and does so.
 
     What the results say does not change the code: a refuted claim is a success. The report also shows the other
     claims of the checkout, from what is stored of them, but a smoke report does not.
 
     Raises:
         BadInput: a claim, a folder or the tracking address cannot be used; no run was started.
+        RunFailed: nobody works on the other parts.
         KeyboardInterrupt: it was interrupted; the message says what is kept.
     """
     listed = list_claims()
@@ -79,7 +82,12 @@ def run_claims(
     ]
     asked = [claim.id for claim in claims]
     if part is not None:
-        return _run_part(configs, profile, runs, workers, part)
+        code = _run_part(configs, profile, runs, workers, part)
+        if code != 0 or not then_judge:
+            return code
+        with _devices(profile), _sigterm():
+            plans = [_plan(claim, own) for claim, own in configs]
+            wait_for_others(runs, asked, profile, lambda: len(_jobs(plans, runs)[0]))
     refuse_while_leased(runs, asked, profile)
     if profile == "smoke":  # reports/latest keeps its verdicts
         reports, listed = reports / "smoke", claims

@@ -32,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
         from normscale.claims.parts import part as part_of
 
         part = part_of(options.part)
+    elif options.then_judge:
+        raise BadInput("--then-judge: goes with --part; a start without that judges at its end anyway")
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
         print("\n".join(planned(ids, options.profile, options.runs, options.workers, part)))
         return 0
@@ -42,7 +44,15 @@ def run(options: argparse.Namespace) -> int:
                 from normscale.tracking.mlflow_store import check_place
 
                 check_place(uri)  # before anything is said
-            return run_claims(ids, options.profile, runs=options.runs, uri=uri, workers=options.workers, part=part)
+            return run_claims(
+                ids,
+                options.profile,
+                runs=options.runs,
+                uri=uri,
+                workers=options.workers,
+                part=part,
+                then_judge=options.then_judge,
+            )
     except KeyboardInterrupt as error:
         kept = str(error) or "finished runs are kept; the same command goes on with the others"
         print(kept, file=sys.stderr)

@@ -84,17 +84,48 @@ def test_options_reach_their_launcher(tmp_path: Path):
     assert "--num_processes 3 " in make(tmp_path, "launch", "NPROC=3").stdout
 
 
-@pytest.mark.parametrize("target", ["launch", "launch-ssh", "launch-slurm"])
+PARTS = {"launch": 0, "launch-ssh": 2, "launch-deepspeed": 1, "launch-slurm": 0, "launch-torchrun": 1}
+
+
+@pytest.mark.parametrize("target", PARTS)
 def test_a_whole_claim(target: str, tmp_path: Path):
-    done = make(tmp_path, target, "CLAIM=depth-ablation", "PROFILE=smoke", "ARGS=--runs 'a b'")
+    node = ["NNODES=2", "OPTIONS=--node 1"] if target == "launch-torchrun" else []
+    done = make(tmp_path, target, "CLAIM=depth-ablation", "PROFILE=smoke", "ARGS=--runs 'a b'", *node)
     assert done.returncode == 0, done.stderr
     assert "claim run depth-ablation --profile smoke --runs" in done.stdout
-    assert done.stdout.count("--part") == (0 if target == "launch" else 2 if target == "launch-ssh" else 0)
+    assert done.stdout.count("--part") == PARTS[target]
 
 
 def test_a_claim_of_several_nodes_is_an_array(tmp_path: Path):
     out = make(tmp_path, "launch-slurm", "CLAIM=depth-ablation", "NODES=4").stdout
     assert "#SBATCH --array=1-4\n" in out
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("NPROCS=2", "NPROCS: no such variable is known (did you mean NPROC?)"),
+        ("HOSTFIL=x", "did you mean HOSTFILE?"),
+        ("HOST_FILE=x", "did you mean HOSTFILE?"),
+        ("nprocs=2", "did you mean NPROC?"),
+        ("steps=50", "steps: no such variable is known (what a run is to be goes into ARGS="),
+        ("it's=50", "it's: no such variable is known"),
+    ],
+)
+def test_a_variable_that_nobody_would_read_is_refused(word: str, says: str, tmp_path: Path):
+    done = make(tmp_path, "launch", word)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not done.stdout
+
+
+def test_what_the_environment_or_another_make_has_is_not_asked_about(tmp_path: Path):
+    """PYTHON too: those are handed on as environment, or read by what starts here."""
+    assert make(tmp_path, "launch", "OMP_NUM_THREADS=1", "NCCL_DEBUG=INFO", "CC=gcc", "PYTHON=python3").returncode == 0
+    words = ["make", "-o", ".venv/installed", "-n", "launch"]
+    for more, env in (([], {"NPROCS": "2", "steps": "1"}), (["NPROCS=2"], {"MAKELEVEL": "1"})):
+        done = subprocess.run([*words, *more], cwd=ROOT, env={**ENV, **env}, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

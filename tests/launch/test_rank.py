@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from normscale.claims.workers import cores
+
 from launch.rank import MARK, decoded, encoded
 
 from .test_command import AWKWARD
@@ -49,7 +51,7 @@ def started(path: Path) -> int:
 
 def test_words_are_one_argument_that_no_shell_touches():
     text = encoded(AWKWARD, ODD, watch=False)
-    assert decoded(text) == {"words": AWKWARD, "env": ODD, "watch": False}
+    assert decoded(text) == {"words": AWKWARD, "env": ODD, "watch": False, "parts": None}
     assert set(text) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
 
 
@@ -62,6 +64,7 @@ def test_words_and_variables_reach_the_rank(tmp_path: Path, watch: bool):
     assert words == AWKWARD
     assert environ["NORMSCALE_X"] == ODD["NORMSCALE_X"]
     assert (environ["RANK"], environ["LOCAL_WORLD_SIZE"]) == ("1", "2")
+    assert environ["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // 2)))
     assert (MARK in err) is watch
 
 

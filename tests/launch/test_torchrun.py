@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from launch.__main__ import main
-from launch.torchrun import Elastic, node_number, nodes
+from launch.torchrun import Elastic, node_number, nodes, part_words
 from normscale.errors import LaunchError
 
 from .test_main import QUICK
@@ -37,6 +37,27 @@ def test_a_plan_made_before_is_kept_and_other_leftovers_are_not():
     environ = {"NORMSCALE_PLAN": "x", "RANK": "1", "NORMSCALE_STATUS_DIR": "y"}
     rendered = Elastic("n1:29500").command(["c.yaml"], "cpu", environ)
     assert rendered.unsets == ("NORMSCALE_STATUS_DIR", "RANK")
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "node", "words"),
+    [
+        ("1", None, []),
+        ("2", 0, ["--part", "1/2", "--then-judge"]),
+        ("2", 1, ["--part", "2/2"]),
+        ("2", None, "--node: none is given, .* give --node 0 to 1"),
+        ("2", 2, "--node 2: not one of --nnodes 2"),
+        ("1:4", 0, "--nnodes 1:4: a claim is cut into a fixed number of parts; give one number"),
+    ],
+)
+def test_each_numbered_host_has_a_part_of_a_claim_and_the_first_judges(
+    nnodes: str, node: int | None, words: list[str] | str
+):
+    if isinstance(words, str):
+        with pytest.raises(LaunchError, match=words):
+            part_words(nnodes, node)
+    else:
+        assert part_words(nnodes, node) == words
 
 
 @pytest.mark.parametrize("word", ["", "0", "2:1", "1:2:3", "a", "-1", "1:"])

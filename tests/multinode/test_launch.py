@@ -1,6 +1,7 @@
 """Each way to start, from `make` to equal weights, over two real hosts; interrupted once, and gone on with."""
 
 import os
+import shlex
 import signal
 from collections.abc import Iterator, Sequence
 
@@ -159,3 +160,19 @@ def test_weights_in_shards_over_two_hosts(
     index = (folder_of(runs) / "checkpoints" / "step-00000300" / "index.json").read_text()
     assert [f"rank{rank}.safetensors" in index for rank in range(2)] == [True, True]
     assert cluster.wait_until_idle(10) == {}
+
+
+def test_a_claim_over_pdsh_is_a_part_on_each_host_and_a_judge(cluster: Cluster) -> None:
+    runs = cluster.shared / "runs"
+    ours = shlex.join(["--runs", str(runs), "--uri", "null", "--workers", "1"])
+    settings = ("CLAIM=growth-prenorm", "PROFILE=smoke", f"ARGS={ours}", f"HOSTFILE={hostfile(cluster)}")
+    with Watch(cluster) as watch:
+        made = ("make", "-o", ".venv/installed", "launch-deepspeed", *settings)
+        done = cluster["node0"].run(*made, env={"OMP_NUM_THREADS": "1", **SECRETS}, limit_s=120)
+    assert done.code == 0, done.err + done.out
+    for part in (1, 2):
+        assert f"node{part - 1}: growth-prenorm: profile smoke, part {part}/2\n" in done.out
+    assert len([path for path in runs.iterdir() if (path / "spool.jsonl").exists()]) == 3  # each run was made once
+    assert "3 runs ended; smoke gives no verdict" in done.out
+    assert cluster.wait_until_idle(20) == {}
+    check_quiet(cluster, watch)
