@@ -209,7 +209,7 @@ set -eu
 if [ -z "$${TORCH_INDEX:-}" ] && [ -n "$$(find $(STAMP) -newer pyproject.toml -newer constraints.txt 2>/dev/null)" ]; then
     exit 0 # another make has done it while this one waited
 fi
-echo 'Installing into .venv (once; usually 3 to 6 minutes):'
+echo 'Installing into .venv (once; usually 3 to 8 minutes):'
 echo '  1/3 an environment in .venv'
 $(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
 echo '  2/3 PyTorch, the largest part (200 MB for CPUs, several GB with CUDA)'

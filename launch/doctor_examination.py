@@ -19,6 +19,7 @@ CONNECT_S = 3.0
 NUMBERS = 4 << 20  # of the large all-reduce: 16 MiB
 RANK = Path(__file__).resolve().parent.parent / "normscale" / "doctor_rank.py"
 HERE = "this machine"
+ENDS = 4  # of a long list of hosts
 
 
 def argv_of(host: Host | None, place: Place) -> tuple[str, ...]:
@@ -59,7 +60,8 @@ class Examination:
         reduced, wrong = self._reduce()
         print(f"\n{reduced}")
         found = problems(self.seen, sharing) + wrong
-        print("\n".join(["", *found]) if found else "no problem found")
+        print("".join(f"{line}\n" for line in ["", *found, ""] if found), end="")
+        print("no problem found" if not found else f"{len(found)} problem{'s' * (len(found) > 1)} found")
         return 1 if found else 0
 
     def _there(self) -> list[Seen]:
@@ -175,7 +177,7 @@ def _judged(answers: dict[str, Any], settings: dict[str, Any], limit_s: float) -
         for name, answer in answers.items()
         if isinstance(answer, NoAnswer) or "wrong" in answer
     }
-    what = f"all-reduce ({settings['backend']}, {settings['world']} ranks)"
+    what = f"all-reduce ({settings['backend']}, {settings['world']} ranks: {_shown(list(answers))})"
     if failed:
         line = f"{'; '.join(f'{name}: {why}' for name, why in failed.items())}"
         mend = "look at the names and firewalls above, or set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
@@ -183,3 +185,8 @@ def _judged(answers: dict[str, Any], settings: dict[str, Any], limit_s: float) -
     latency_s = max(answer["latency_s"] for answer in answers.values())
     rate = min(answer["bytes_s"] for answer in answers.values())
     return f"{what}: {1e3 * latency_s:.2f} ms for 8 bytes, {rate / 1e9:.3g} GB/s for 16 MiB", []
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Returns the names of the hosts in the order of their ranks, of many the first and the last ones."""
+    return ", ".join(names if len(names) <= 2 * ENDS else [*names[:ENDS], "...", *names[-ENDS:]])

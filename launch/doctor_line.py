@@ -51,8 +51,12 @@ class Line:
             raise NoAnswer(f"{argv[0]} cannot be started ({error.strerror})") from None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        for read, stream in ((self._hear, self._process.stdout), (self._overhear, self._process.stderr)):
-            threading.Thread(target=read, args=(stream,), daemon=True).start()
+        self._overhearing = threading.Thread(target=self._overhear, args=(self._process.stderr,), daemon=True)
+        for thread in (
+            threading.Thread(target=self._hear, args=(self._process.stdout,), daemon=True),
+            self._overhearing,
+        ):
+            thread.start()
         source = ASKED.read_bytes()
         self._send(f"{len(source)}\n".encode() + source)
 
@@ -120,6 +124,7 @@ class Line:
             code = self._process.wait(5)
         except subprocess.TimeoutExpired:
             return "the connection was lost"
+        self._overhearing.join(2)  # its last words may still be on their way
         return why_unreachable(self.name, code, self._words)
 
 

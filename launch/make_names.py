@@ -7,7 +7,21 @@ over without a word. A name like one of ours is a slip, and so is a single word 
 import difflib
 import sys
 
-READ = frozenset("CC CXX CFLAGS CXXFLAGS LDFLAGS CI HOME LANG PATH PY PYTHONPATH SHELL TERM TMPDIR".split())
+READ = (
+    "CC",
+    "CXX",
+    "CFLAGS",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "CI",
+    "HOME",
+    "LANG",
+    "PATH",
+    "PY",
+    "PYTHONPATH",
+    "SHELL",
+    "TMPDIR",
+)
 NEAR = 0.8
 
 

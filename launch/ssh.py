@@ -41,9 +41,9 @@ class Place:
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         return (*self.ssh, "-T", *words, "--", host, command)
 
-    def within(self, words: Sequence[str]) -> str:
-        """Returns a shell command that runs words in the folder."""
-        return f"cd {shlex.quote(self.folder)} && exec {shlex.join(words)}"
+    def within(self, words: Sequence[str], before: str = "") -> str:
+        """Returns a shell command that runs words in the folder; `before` is shell text, with a space at its end."""
+        return f"cd {shlex.quote(self.folder)} && exec {before}{shlex.join(words)}"
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,12 @@ def shown(
     commands: Sequence[Sequence[str]],
     place: Place,
     limits: Limits,
-    sets: Mapping[str, str] | None = None,
+    before: str = "",
 ) -> list[str]:
-    """Returns a command for each host that a person can run by hand, side by side."""
+    """Returns a command for each host that a person can run by hand, side by side; `before` is as of `Place.within`."""
     lines = []
     for host, argv in zip(hosts, commands, strict=True):
-        words = ["env", *(f"{name}={value}" for name, value in sets.items()), *argv] if sets else [*argv]
-        ssh = place.ssh_to(host.name, place.within(words), lost_after_s=limits.lost_after_s)
+        ssh = place.ssh_to(host.name, place.within(argv, before), lost_after_s=limits.lost_after_s)
         lines.append(Command(ssh).shell())
     return lines
 
@@ -175,7 +174,11 @@ def train_shown(
     """Returns what DRY_RUN=1 prints; no secret is in it, so a host must have its own."""
     sets = handed_on(environ) | ({"ACCELERATE_USE_CPU": "true"} if meeting.device == "cpu" else {})
     commands = _commands(hosts, args, place, (meeting.at(hosts), meeting.port or DEFAULT_PORT))
-    return shown(hosts, commands, place, limits, sets)
+    before = f"env {shlex.join(f'{name}={value}' for name, value in sets.items())} " if sets else "env "
+    if "OMP_NUM_THREADS" not in sets:  # what `train_env` asks the hosts for: equal shares of the cores there
+        most = max(host.slots for host in hosts)
+        before += f'OMP_NUM_THREADS="$(($(nproc) / {most} ? $(nproc) / {most} : 1))" '
+    return shown(hosts, commands, place, limits, before)
 
 
 def _commands(

@@ -125,7 +125,8 @@ def from_finished(runs: Path, device: Device = "cpu") -> Cost | None:
             continue
         if record.finished and here and there == device and seconds > START_S and config.train.steps >= 50:
             points.append((config, seconds / steps_of(config)))
-    return fitted(points, f"{len(points)} finished runs on this machine", device)
+    runs_seen = f"{len(points)} finished run{'s' * (len(points) != 1)}"
+    return fitted(points, f"{runs_seen} on this machine", device)
 
 
 def memory_of_nearest(runs: Path, config: RunConfig, device: Device) -> tuple[str, float] | None:

@@ -122,7 +122,7 @@ def test_finished_runs_of_this_machine_and_device_are_the_estimate(
     assert found.of(config(100)) == pytest.approx(TRUE.of(config(100)), rel=0.05)
     gpu = from_finished(tmp_path, "cuda")
     assert gpu is not None
-    assert gpu.source == "1 finished runs on this machine"
+    assert gpu.source == "1 finished run on this machine"
     assert gpu.step(config(12)) == pytest.approx(1e6 / steps_of(config(12)))
     monkeypatch.setattr("platform.node", lambda: "another machine")
     assert from_finished(tmp_path) is None

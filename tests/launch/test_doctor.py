@@ -229,7 +229,7 @@ def test_this_machine_reduces_with_itself() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[1].startswith("this machine  ")
-    assert lines[3].startswith("all-reduce (gloo, 2 ranks): ")
+    assert lines[3].startswith("all-reduce (gloo, 2 ranks: this machine, this machine again): ")
     assert lines[3].endswith("GB/s for 16 MiB")
     assert lines[-1] == "no problem found"
 
@@ -242,9 +242,10 @@ def test_hosts_are_asked_side_by_side_and_those_that_cannot_be_are_named(
     monkeypatch.setattr("launch.doctor_examination.ANSWER_S", 30.0)
     (hosts_here / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\nrefused slots=1\nnokey slots=1\n")
     assert main(["doctor", "--hostfile", str(hosts_here / "hosts")]) == 1
-    table, reduced, said = capsys.readouterr().out.rstrip("\n").split("\n\n")
+    table, reduced, said, count = capsys.readouterr().out.rstrip("\n").split("\n\n")
     assert [line.split()[0] for line in table.splitlines()] == ["host", "localhost", "127.0.0.1", "refused", "nokey"]
-    assert reduced.startswith("all-reduce (gloo, 2 ranks): ")
+    assert reduced.startswith("all-reduce (gloo, 2 ranks: localhost, 127.0.0.1): ")
+    assert count == f"{len(said.splitlines())} problems found"
     assert reduced.endswith("GB/s for 16 MiB")
     assert said.splitlines() == [
         f"refused: connection refused: start sshd there, or give its port in ~/.ssh/config ({hosts_here}/hosts:3)",

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from normscale.claims.workers import cores
-
 from launch.rank import MARK, decoded, encoded
+from normscale.claims.workers import cores
 
 from .test_command import AWKWARD
 from .test_ssh_faults import is_alive

@@ -37,7 +37,9 @@ def test_a_command_for_each_host():
         shlex.split(f"ssh -T {options} -- {name}") for name in ("n0", "me@n1")
     ]
     assert [shlex.split(line)[-1] for line in lines] == [
-        "cd '/work/it'\"'\"'s here' && exec /venv/bin/python -m torch.distributed.run --nnodes 2 --node-rank "
+        "cd '/work/it'\"'\"'s here' && exec env "
+        'OMP_NUM_THREADS="$(($(nproc) / 2 ? $(nproc) / 2 : 1))" '
+        "/venv/bin/python -m torch.distributed.run --nnodes 2 --node-rank "
         f"{node} --nproc-per-node {slots} --master-addr n0 --master-port 4567 --max-restarts 0 "
         "-m normscale train c.yaml 'name=a b'"
         for node, slots in ((0, 1), (1, 2))
@@ -48,9 +50,11 @@ def test_two_shells_give_the_words_back():
     (line,) = ssh.train_shown(
         HOSTS[:1], AWKWARD, place=ssh.Place("/", "echo"), meeting=ssh.Meeting(), limits=Limits(), environ={}
     )
-    remote = shlex.split(line)[-1].replace("exec echo", "exec printf '%s\\0'")
-    words = subprocess.run(["sh", "-c", remote], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    remote = shlex.split(line)[-1].replace(" echo ", ' sh -c \'printf "%s\\0" "$OMP_NUM_THREADS" "$@"\' - ')
+    done = subprocess.run(["sh", "-c", remote], capture_output=True, text=True, check=True)
+    threads, *words = done.stdout.split("\0")[:-1]
     assert words[words.index("train") + 1 :] == AWKWARD
+    assert 1 <= int(threads) <= (os.cpu_count() or 1)
 
 
 def test_no_secret_is_shown():
@@ -59,7 +63,7 @@ def test_no_secret_is_shown():
         ssh.train_shown(HOSTS, ["c"], place=PLACE, meeting=ssh.Meeting(), limits=Limits(), environ=environ)
     )
     assert "hush" not in text
-    assert text.count("exec env NCCL_DEBUG=INFO /venv") == 2
+    assert text.count("exec env NCCL_DEBUG=INFO OMP_NUM_THREADS=") == 2
 
 
 def test_what_each_host_runs():
