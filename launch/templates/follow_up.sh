@@ -9,6 +9,7 @@ if [ -n "${2:-}" ]; then
     esac
 fi
 if [ "$restart" -eq 0 ] && [ "$try" -lt @TRIES@ ]; then
-    sbatch --parsable --dependency=afternotok:"$SLURM_JOB_ID" --kill-on-invalid-dep=yes \
-        "$script" $((try + 1)) "$SLURM_JOB_ID" >/dev/null || say "no follow-up could be queued"
+    next=$(sbatch --parsable --dependency=afternotok:"$SLURM_JOB_ID" --kill-on-invalid-dep=yes \
+        "$script" $((try + 1)) "$SLURM_JOB_ID") && say "job ${next%%;*} is queued to follow it, should it fail" ||
+        say "no follow-up could be queued"
 fi

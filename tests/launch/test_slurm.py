@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
-from launch.slurm import Batch, claim_scripts, minutes, train_script
+from launch.batch import Batch
+from launch.slurm import claim_scripts, train_script
 from launch.task import coded
 
 from .test_command import AWKWARD
@@ -177,7 +178,9 @@ def test_a_job_queues_its_follow_up_once(slurm_here: Path):
     assert "#SBATCH --no-requeue\n" in text
     assert "#SBATCH --requeue" not in text
     follow = "sbatch --parsable --dependency=afternotok:7 --kill-on-invalid-dep=yes s.sbatch {} 7\n"
-    assert follow.format(1) in run(slurm_here, FOLLOWED)[2]
+    _, said, asked = run(slurm_here, FOLLOWED)
+    assert follow.format(1) in asked
+    assert said == "normscale: job 7: job 8 is queued to follow it, should it fail\n"
     (slurm_here / "log").write_text("")
     assert "sbatch" not in run(slurm_here, FOLLOWED, SLURM_RESTART_COUNT="1")[2]
     assert follow.format(2) in run(slurm_here, FOLLOWED, "1", "5", WAS="NODE_FAIL", WITH="0")[2]
@@ -226,14 +229,6 @@ def test_bash_can_read_it(text: str):
     assert "@" not in text.replace("USR1@", "").replace("TERM@", "").replace('"$@"', "")
 
 
-@pytest.mark.parametrize(
-    ("limit", "found"),
-    [("90", 90), ("90:30", 90), ("1:30:00", 90), ("1-0", 1440), ("1-12:30", 2190), ("2-1:0:0", 2940)],
-)
-def test_time_limits(limit: str, found: int):
-    assert minutes(limit) == found
-
-
 def test_a_job_is_submitted_in_an_environment_without_secrets(
     slurm_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -251,6 +246,8 @@ def test_a_job_is_submitted_in_an_environment_without_secrets(
     assert "hush" not in seen + path.read_text()
     assert "SBATCH_ACCOUNT=mine" in seen
     assert '"world":1' in path.read_text()
+    assert main(["slurm", "--logs", str(logs), "--follow-up", "2", "--", QUICK]) == 0
+    assert "queues another (afternotok:12), named in its output" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_what_sbatch_refuses_is_said_in_a_line(slurm_here: Path, capsys: pytest.CaptureFixture[str]):
@@ -259,6 +256,16 @@ def test_what_sbatch_refuses_is_said_in_a_line(slurm_here: Path, capsys: pytest.
     err = capsys.readouterr().err
     assert err.startswith("normscale: sbatch refused the job (invalid partition); its script is ")
     assert err.count("\n") == 1
+
+
+def test_gpus_that_a_cluster_does_not_have_are_hinted_at(slurm_here: Path, capsys: pytest.CaptureFixture[str]):
+    said = "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification"
+    (slurm_here / "bin" / "sbatch").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    words = ["slurm", "--logs", str(slurm_here / "logs"), "--gpus"]
+    assert main([*words, "8", "--", QUICK]) == 2
+    assert "(gres) specification): has any node 8 GPU(s)? sinfo -o '%P %G'" in capsys.readouterr().err
+    assert main([*words, "0", "--", QUICK]) == 2
+    assert "GPU" not in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_script_and_submits_nothing(slurm_here: Path, capsys: pytest.CaptureFixture[str]):
