@@ -15,6 +15,7 @@ from normscale.errors import LaunchError
 
 if TYPE_CHECKING:
     from normscale.config.load import Loaded
+    from normscale.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +71,7 @@ def _local(options: argparse.Namespace, args: list[str]) -> int:
         print(rendered.shell())
         return 0
     if options.nproc > 1:
-        check_config(args, options.nproc)
+        say_start(check_config(args, options.nproc), f"{options.nproc} ranks on this machine")
     rendered = rendered.with_plan(args, options.nproc)
     return _become(rendered) if options.nproc == 1 else local.run(rendered, options.grace)
 
@@ -93,7 +94,7 @@ def _become(rendered: command.Command) -> NoReturn:
 
 def _ssh(options: argparse.Namespace, args: list[str]) -> int:
     from launch import ssh
-    from launch.hostfile import read_hosts
+    from launch.hostfile import ranks_of, read_hosts
     from launch.job import Limits
 
     if options.hostfile is None:
@@ -117,7 +118,7 @@ def _ssh(options: argparse.Namespace, args: list[str]) -> int:
     if dry_run(options):
         print("\n".join(ssh.train_shown(hosts, args, place=place, meeting=meeting, limits=limits)))
         return 0
-    check_config(args, sum(host.slots for host in hosts))
+    say_start(check_config(args, sum(host.slots for host in hosts)), ranks_of(hosts))
     return ssh.train(hosts, args, place=place, meeting=meeting, limits=limits)
 
 
@@ -135,7 +136,9 @@ def _torchrun(options: argparse.Namespace, args: list[str]) -> int:
     if dry_run(options):
         print(rendered.shell())
         return 0
-    check_config(args, elastic.world())
+    config = check_config(args, elastic.world())
+    if not options.task or node == 0:
+        say_start(config, f"{options.nproc} of {elastic.world() or 'an open number of'} ranks")
     if planned_in(os.environ) is None:
         rendered = rendered.with_plan(args, elastic.world())
     first_rank = 0 if node is None else node * options.nproc
@@ -164,12 +167,23 @@ LAUNCHERS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
 }
 
 
-def check_config(args: Sequence[str], world: int | None = None) -> None:
-    """Raises ConfigError for a mistake that every rank would meet, seconds later; `world` None: any number."""
+def check_config(args: Sequence[str], world: int | None = None) -> "RunConfig":
+    """Returns the configuration; raises ConfigError for a mistake that every rank would meet, seconds later.
+
+    `world` is the number of ranks, None where it is open.
+    """
     from normscale.config.sharing import check_divides
 
-    train = _read(args).config.train
-    check_divides(train.batch, world or 1, train.accumulate)
+    config = _read(args).config
+    check_divides(config.train.batch, world or 1, config.train.accumulate)
+    return config
+
+
+def say_start(config: "RunConfig", ranks: str) -> None:
+    """Says what starts and where its records go: nothing else is said until the ranks have met, seconds later."""
+    engine = config.engine
+    name = f"deepspeed (ZeRO {engine.zero})" if engine.name == "deepspeed" else engine.name.replace("auto", "ddp")
+    print(f"starting {ranks}: engine {name}, records in {config.tracking.runs}", flush=True)
 
 
 def settle_precision(args: Sequence[str], environ: Mapping[str, str]) -> list[str]:

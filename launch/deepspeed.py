@@ -22,7 +22,7 @@ from pathlib import Path
 from launch import pdsh_claim, ssh
 from launch.command import Command, check_port_number
 from launch.environment import handed_on
-from launch.hostfile import Host, read_hosts
+from launch.hostfile import Host, ranks_of, read_hosts
 from launch.job import Limits
 from launch.options import dry_run
 from launch.pdsh_job import SSH_ARGS, PdshJob
@@ -67,10 +67,10 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
         rendered = command(options.hostfile, hosts, (meeting.at(hosts), port), encoded(args, _kept(env), watch=False))
         print(rendered.shell())
         return 0
-    from launch.__main__ import check_config
-
-    check_config(args, sum(host.slots for host in hosts))
     _need_pdsh()
+    from launch.__main__ import check_config, say_start
+
+    say_start(check_config(args, sum(host.slots for host in hosts)), ranks_of(hosts))
     with ssh.job(hosts, place, limits) as asked:
         sites = asked.sites(meeting.port, meeting.at(hosts), by_name=ssh.INTERFACE not in os.environ)
         env = _kept(ssh.train_env(sites, args, meeting, os.environ))

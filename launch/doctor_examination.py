@@ -11,7 +11,7 @@ from typing import Any
 from launch.doctor_checks import COMPARED, Seen, problems, table
 from launch.doctor_line import LOADER, Line, NoAnswer, on_each
 from launch.environment import handed_on
-from launch.hostfile import Host
+from launch.hostfile import Host, few
 from launch.ssh import Place
 
 ANSWER_S = 15.0  # what a host has for the connection and its first answer
@@ -19,7 +19,6 @@ CONNECT_S = 3.0
 NUMBERS = 4 << 20  # of the large all-reduce: 16 MiB
 RANK = Path(__file__).resolve().parent.parent / "normscale" / "doctor_rank.py"
 HERE = "this machine"
-ENDS = 4  # of a long list of hosts
 
 
 def argv_of(host: Host | None, place: Place) -> tuple[str, ...]:
@@ -177,7 +176,7 @@ def _judged(answers: dict[str, Any], settings: dict[str, Any], limit_s: float) -
         for name, answer in answers.items()
         if isinstance(answer, NoAnswer) or "wrong" in answer
     }
-    what = f"all-reduce ({settings['backend']}, {settings['world']} ranks: {_shown(list(answers))})"
+    what = f"all-reduce ({settings['backend']}, {settings['world']} ranks: {few(list(answers))})"
     if failed:
         line = f"{'; '.join(f'{name}: {why}' for name, why in failed.items())}"
         mend = "look at the names and firewalls above, or set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
@@ -185,8 +184,3 @@ def _judged(answers: dict[str, Any], settings: dict[str, Any], limit_s: float) -
     latency_s = max(answer["latency_s"] for answer in answers.values())
     rate = min(answer["bytes_s"] for answer in answers.values())
     return f"{what}: {1e3 * latency_s:.2f} ms for 8 bytes, {rate / 1e9:.3g} GB/s for 16 MiB", []
-
-
-def _shown(names: Sequence[str]) -> str:
-    """Returns the names of the hosts in the order of their ranks, of many the first and the last ones."""
-    return ", ".join(names if len(names) <= 2 * ENDS else [*names[:ENDS], "...", *names[-ENDS:]])

@@ -14,6 +14,7 @@ from normscale.errors import LaunchError, nearest
 
 _HOST = re.compile(r"([A-Za-z0-9_.][A-Za-z0-9_.-]*@)?[A-Za-z0-9_:\[][A-Za-z0-9_.:%\[\]-]*")
 _SLOTS = re.compile(r"slots=([0-9]{1,6})")
+ENDS = 4  # of a long list of hosts
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,15 @@ def _host(words: list[str], line: str, place: str) -> Host:
     if int(slots[1]) > MOST_RANKS:
         raise LaunchError(f"{place}: {shown!r} has too many slots; at most {MOST_RANKS} ranks on a host")
     return Host(words[0], int(slots[1]), place)
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns the names in a line, of many the first and the last ones."""
+    return ", ".join(names if len(names) <= 2 * ENDS else [*names[:ENDS], "...", *names[-ENDS:]])
+
+
+def ranks_of(hosts: Sequence[Host]) -> str:
+    """Returns e.g. "3 ranks on 2 hosts (n0 x 1, n1 x 2)"."""
+    count = sum(host.slots for host in hosts)
+    listed = few([f"{host.name} x {host.slots}" for host in hosts])
+    return f"{count} rank{'s' * (count != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)} ({listed})"

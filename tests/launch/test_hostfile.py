@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.hostfile import Host, parse, read_hosts
+from launch.hostfile import Host, few, parse, ranks_of, read_hosts
 from normscale.errors import LaunchError
 
 GOOD = "n1 slots=2\n\n  # spare\nn2   slots=2   \n"
@@ -81,3 +81,10 @@ def test_include_and_exclude(tmp_path: Path):
         read_hosts(path, include=["n1"], exclude=["n2"])
     with pytest.raises(LaunchError, match=r"no host of .* is left"):
         read_hosts(path, exclude=["n1", "n2", "n3"])
+
+
+def test_how_hosts_are_told_in_a_line():
+    assert ranks_of([Host("n0", 1)]) == "1 rank on 1 host (n0 x 1)"
+    assert ranks_of([Host("n0", 1), Host("n1", 2)]) == "3 ranks on 2 hosts (n0 x 1, n1 x 2)"
+    assert few([f"n{number}" for number in range(8)]) == "n0, n1, n2, n3, n4, n5, n6, n7"
+    assert few([f"n{number}" for number in range(9)]) == "n0, n1, n2, n3, ..., n5, n6, n7, n8"

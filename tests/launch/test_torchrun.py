@@ -74,11 +74,12 @@ def test_the_number_of_a_host():
         node_number("slurm", {})
 
 
-def test_the_ranks_get_the_plan(monkeypatch: pytest.MonkeyPatch):
+def test_the_ranks_get_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     seen = []
     monkeypatch.setattr("launch.local.run", lambda command, *_, **__: seen.append(command) or 0)
     words = ["torchrun", "--rdzv", "n1:29500", "--device", "cpu"]
     assert main([*words, "--nnodes", "2", "--", QUICK]) == 0
     assert '"world":2,"hosts":null' in seen[-1].sets["NORMSCALE_PLAN"]
+    assert capsys.readouterr().out == "starting 1 of 2 ranks: engine ddp, records in runs\n"
     assert main([*words, "--nnodes", "1:2", "--", QUICK]) == 0
     assert '"world":null' in seen[-1].sets["NORMSCALE_PLAN"]
