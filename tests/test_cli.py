@@ -114,12 +114,13 @@ def test_the_command_that_shows_a_run_is_said(
     from normscale.train.run import RunResult
 
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("normscale.tracking.ui_port.is_free", lambda _: True)
     _say_result(RunResult("r", Path("r"), "finished", 0, {}), uri)
     assert capsys.readouterr().out.splitlines()[-1] == says
 
 
 def test_the_end_of_a_run_says_what_its_loss_means_and_where_it_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     from normscale.commands.training import _say_result
     from normscale.tracking import sink_state
@@ -129,6 +130,8 @@ def test_the_end_of_a_run_says_what_its_loss_means_and_where_it_is_shown(
     uri = "sqlite:///mlflow.db"
     entry = {"experiment": "3", "run": "r", "event": "events/step-000002-nonfinite/report.html"}
     sink_state.save(tmp_path / sink_state.RUN_FILE, resolve(uri), {"": entry})
+    monkeypatch.setattr("normscale.tracking.ui_port.is_free", lambda port: port > 5000)
+    monkeypatch.setattr("normscale.tracking.ui_port._knows", lambda *asked: asked == (5000, "r"))
     for loss, means in ((2.9, "0.300 below"), (3.7, "no better than"), (math.nan, "not finite (")):
         _say_result(RunResult("r", tmp_path, "finished", 0, {"loss_val": loss, "unigram_nats": 3.2}), uri)
         first, _, run, event, last = capsys.readouterr().out.splitlines()

@@ -29,7 +29,8 @@ from normscale.config.load import revise
 from normscale.config.schema import RunConfig, TrackingConfig
 from normscale.errors import BadInput
 from normscale.progress import duration
-from normscale.tracking.sink_process import Sink, links, ui_words
+from normscale.tracking.sink_process import Sink, links, port_of_claims, ui_words
+from normscale.tracking.ui_port import HERE
 
 Configs = Sequence[tuple[Claim, list[tuple[Cell, RunConfig]]]]
 
@@ -341,8 +342,9 @@ class _Sink:
         """Returns the lines that lead to the claims in the MLflow UI."""
         if self.uri is None:
             return []
-        found = [line for claim in claims for line in links(self.runs, self.uri, claim.id, profile)]
-        served = ui_words(self.uri, TrackingConfig().uri)
+        port = port_of_claims(self.runs, self.uri)
+        found = [line for claim in claims for line in links(self.runs, self.uri, claim.id, profile, f"{HERE}:{port}")]
+        served = ui_words(self.uri, TrackingConfig().uri, port)
         how = f"`{served}` serves them; Ctrl-C there stops it"
         if served.startswith("http"):
             how = f"MLflow: {served}"

@@ -130,11 +130,13 @@ def _say_result(result: "RunResult", uri: str | None) -> None:
     print(said)
     print(f"run folder: {result.run_dir}")
     if uri is not None:
-        from normscale.tracking.sink_process import run_links, ui_words
+        from normscale.tracking.sink_process import port_of_run, run_links, ui_words
+        from normscale.tracking.ui_port import HERE
 
-        for line in run_links(result.run_dir, uri):
+        port = port_of_run(result.run_dir, uri)
+        for line in run_links(result.run_dir, uri, f"{HERE}:{port}"):
             print(line)
-        print(f"MLflow: {ui_words(uri, DEFAULT_URI)}")
+        print(f"MLflow: {ui_words(uri, DEFAULT_URI, port)}")
 
 
 def _than_unigram(loss: float, unigram: float) -> str:

@@ -122,6 +122,9 @@ def _check_port(host: str, port: int, target: str) -> None:
                 raise server_names.not_here(host) from None
             reason = getattr(error, "strerror", None) or error
             mend = f"choose another with --port (make {target} PORT=)"
+            if getattr(error, "errno", None) == errno.EADDRINUSE and wait_for_health(port, 0.5, address=address):
+                beside = typed(target, "--port", str(port + 1))
+                mend = f"an MLflow server has it, of make ui or make server; {beside} starts this one beside it"
             raise StoreError(f"port {port}: cannot be used ({reason}); {mend}") from None
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from normscale.arguments import typed
 from normscale.errors import StoreError
@@ -17,6 +18,7 @@ from normscale.tracking.address import SERVERS, SQLITE, resolve, sync_words
 from normscale.tracking.mlflow_pages import charts_path, run_path
 from normscale.tracking.mlflow_store import QUIET
 from normscale.tracking.spool import SPOOL
+from normscale.tracking.ui_port import HERE, UI_PORT, ui_port
 
 LOG = "sink.log"
 STOPPED_S = 10.0  # what the last sync may take after a stop: whoever asked for the stop may not wait for long
@@ -144,7 +146,9 @@ def parent_gone() -> Callable[[], bool]:
     return gone
 
 
-def links(runs: Path, uri: str, claim_id: str, profile: str | None = None, host: str = "127.0.0.1:5000") -> list[str]:
+def links(
+    runs: Path, uri: str, claim_id: str, profile: str | None = None, host: str = f"{HERE}:{UI_PORT}"
+) -> list[str]:
     """Returns the lines that a terminal prints for a claim: its name, its page, its charts, its first events.
 
     Empty when the claim is not in the store yet.
@@ -163,7 +167,7 @@ def links(runs: Path, uri: str, claim_id: str, profile: str | None = None, host:
     return lines
 
 
-def run_links(run_dir: Path, uri: str, host: str = "127.0.0.1:5000") -> list[str]:
+def run_links(run_dir: Path, uri: str, host: str = f"{HERE}:{UI_PORT}") -> list[str]:
     """Returns the lines that a terminal prints for a run of no claim: its page, the report of its first bad event.
 
     Empty when the run is not in the store yet.
@@ -177,10 +181,25 @@ def run_links(run_dir: Path, uri: str, host: str = "127.0.0.1:5000") -> list[str
     return lines + ([f"event    {base}/{run_path(experiment, run, entry['event'])}"] if entry.get("event") else [])
 
 
-def ui_words(uri: str, default: str | None = None) -> str:
+def port_of_run(run_dir: Path, uri: str) -> int:
+    """Returns the port at which the UI that knows a run of no claim is, or would be."""
+    return UI_PORT if uri.startswith(SERVERS) else _port(sink_state.load(run_dir / sink_state.RUN_FILE, resolve(uri)))
+
+
+def port_of_claims(runs: Path, uri: str) -> int:
+    """Returns the port at which the UI that knows the claims of a folder is, or would be."""
+    return UI_PORT if uri.startswith(SERVERS) else _port(sink_state.load(runs / sink_state.CLAIMS_FILE, resolve(uri)))
+
+
+def _port(entries: dict[str, dict[str, Any]]) -> int:
+    return ui_port(next((str(entry["run"]) for entry in entries.values() if entry.get("run")), None))
+
+
+def ui_words(uri: str, default: str | None = None, port: int = UI_PORT) -> str:
     """Returns the command a person types to see a store, or the address of a server; `default` needs no --uri."""
     if uri.startswith(SERVERS):
         return uri
     if not uri.startswith(SQLITE):
         return typed("server", "--store", uri)
-    return typed("ui") if uri == default else typed("ui", "--uri", uri)
+    options = [] if uri == default else ["--uri", uri]
+    return typed("ui", *options, *(["--port", str(port)] if port != UI_PORT else []))

@@ -162,6 +162,7 @@ def test_the_last_line_names_the_command_that_opens_the_store(
     uri: str | None, says: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "links", lambda *_: ["link"])
+    monkeypatch.setattr("normscale.tracking.ui_port.is_free", lambda _: True)
     claim = next(claim for claim in runner.list_claims() if claim.id == "update-bounded")
     monkeypatch.chdir(ROOT)
     assert runner._Sink(Path("runs"), uri).links([claim], "cpu") == says
