@@ -20,7 +20,7 @@ EPILOG = (
     " 143 stopped by SIGTERM (with checkpoints: after one, to be started again)"
 )
 CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
-COMMANDS = ("train", "check", "plan", "show", "diff", "removal", "claim", "sync", "ui", "server")
+COMMANDS = ("train", "check", "plan", "show", "diff", "removal", "translate", "claim", "sync", "ui", "server")
 CLAIM_COMMANDS = ("list", "run", "report")
 
 
@@ -109,7 +109,15 @@ def _parser() -> argparse.ArgumentParser:
     removal.add_argument("--batches", type=whole, default=2, help="held-out batches to measure on (default 2)")
     removal.add_argument("--checkpoint", type=whole, metavar="STEP", help="that of this step (default: the newest)")
     removal.set_defaults(call=look.removal)
-    for command in (show, diff, removal):
+    translate = commands.add_parser("translate", help="translate with a trained run, and score it", allow_abbrev=False)
+    translate.add_argument("run", metavar="RUN", help=f"{names}; it needs a checkpoint")
+    translate.add_argument("--sentences", type=whole, default=1000, help="held-out lines to translate (default 1000)")
+    translate.add_argument("--beam", type=whole, default=5, help="sequences the search follows (default 5; 1: greedy)")
+    power = "a sequence counts by its log-probability over its length to this power (default 1)"
+    translate.add_argument("--penalty", type=number, default=1.0, help=power)
+    translate.add_argument("--checkpoint", type=whole, metavar="STEP", help="that of this step (default: the newest)")
+    translate.set_defaults(call=look.translate)
+    for command in (show, diff, removal, translate):
         _runs(command)
         command.add_argument("--json", action="store_true", help="the same for programs, with all values")
 

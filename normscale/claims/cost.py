@@ -18,7 +18,6 @@ Device = Literal["cpu", "cuda"]
 EVALUATION = 1 / 3  # a forward pass over a batch, in steps
 START_S = 0.2  # opening the data and the records
 BUILD_S = 0.006  # building one sublayer, empirical
-VOCAB = 256  # text is bytes; special tokens, and the few symbols of synthetic tasks, change next to nothing
 TRUST = 0.1  # the weight of the default's proportions beside one measured run
 SLOWER = {"bf16": 2.2, "fp16": 1.9, "fp8_e4m3": 2.4, "fp8_e5m2": 2.4}
 """How much longer a step takes on a CPU with other products than fp32; empirical, at width 64."""
@@ -44,7 +43,7 @@ def work_of(config: RunConfig) -> Work:
     return Work(
         sublayers=(encoder + decoder) * config.train.accumulate,
         values=positions * model.d * config.train.batch,
-        flops=flops_per_step(model, VOCAB, config.train.batch),
+        flops=flops_per_step(model, config.data.expected_vocab, config.train.batch),
     )
 
 

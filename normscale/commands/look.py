@@ -1,4 +1,4 @@
-"""What is said of a configuration before it runs, and of runs afterwards: check, plan, show, diff, removal."""
+"""What is said of a configuration before it runs, and of runs afterwards: check, plan, show, diff, and so on."""
 
 import argparse
 import json
@@ -27,17 +27,17 @@ def check(options: argparse.Namespace) -> int:
     with loaded.sources.placed():
         plan = resolve(loaded.config.model)
         backend = norm_backend(plan, loaded.config.precision, device_kind())
-    from normscale.claims.cost import VOCAB
     from normscale.plan.skeleton import skeleton
     from normscale.tracking.show import amount
     from normscale.train.flops import flops_per_step, lengths_of
 
     config = loaded.config
+    vocab = config.data.expected_vocab
     both = config.topology == "encoder-decoder"
-    parameters = sum(skeleton(config.model, VOCAB).parameters().values())
+    parameters = sum(skeleton(config.model, vocab).parameters().values())
     batch, lengths = config.train.batch, lengths_of(config.model)
     tokens = f"{batch * lengths.target:,} tokens" + (f" beside {batch * lengths.source:,} of the source" * both)
-    flops = amount(flops_per_step(config.model, VOCAB, batch), "FLOP")
+    flops = amount(flops_per_step(config.model, vocab, batch), "FLOP")
     print(f"# depth       N={plan.depth.N} M={plan.depth.M}, {len(list(plan.depth.sites()))} sublayers")
     print(f"# parameters  {parameters:,}")
     print(f"# norms       {backend}")
@@ -138,4 +138,26 @@ def removal(options: argparse.Namespace) -> int:
         print(json.dumps(found.as_json(), allow_nan=False))
     else:
         print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"written to {path}"]))
+    return 0
+
+
+def translate(options: argparse.Namespace) -> int:
+    """Translates held-out lines with a trained run, and says how good that is."""
+    from normscale.tracking import draw
+    from normscale.tracking.find import find_run
+    from normscale.tracking.translation import table
+
+    folder = find_run(options.run, options.runs)
+    for name, least in (("sentences", 1), ("beam", 1), ("penalty", 0)):
+        if getattr(options, name) < least:
+            raise BadInput(f"--{name}: {getattr(options, name)} is too small; give {least} or more")
+    from normscale.config.probes import TranslationConfig
+    from normscale.train.translate import translate
+
+    how = TranslationConfig(sentences=options.sentences, beam=options.beam, penalty=options.penalty)
+    found, path = translate(folder, how, options.checkpoint)
+    if options.json:
+        print(json.dumps(found.as_json(), ensure_ascii=False))
+    else:
+        print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"all of them: {path}"]))
     return 0

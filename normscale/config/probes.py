@@ -4,7 +4,18 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from normscale.config.values import Count, CountOrZero, Flag, Positive, Section, Whole, conflict, says, unused
+from normscale.config.values import (
+    Count,
+    CountOrZero,
+    Flag,
+    NonNegative,
+    Positive,
+    Section,
+    Whole,
+    conflict,
+    says,
+    unused,
+)
 
 
 class UpdateProbeConfig(Section):
@@ -47,6 +58,23 @@ class SpikesConfig(Section):
     window: Annotated[Several, says("steps before that mean and deviation are taken over")] = 128
 
 
+class TranslationConfig(Section):
+    """Held-out lines that are translated at the end, by beam search, and scored by BLEU."""
+
+    sentences: Annotated[CountOrZero, says("translation only: held-out lines translated at the end; 0: none")] = 0
+    beam: Annotated[Count, says("sequences that the search follows; 1: greedy")] = 5
+    penalty: Annotated[NonNegative, says("log-probabilities are taken over the length to this power")] = 1.0
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "TranslationConfig":
+        for name in ("beam", "penalty"):
+            value = getattr(self, name)
+            if not self.sentences and value != type(self).model_fields[name].default:
+                key = "probes.translation"
+                raise unused(f"{key}.{name}", value, f"{key}.sentences=0", f"{key}.sentences")
+        return self
+
+
 class ProbesConfig(Section):
     """What is measured, and how often. `every` is in steps; `profiles` adds the rows over depth."""
 
@@ -57,6 +85,7 @@ class ProbesConfig(Section):
     epsilon: EpsilonProbeConfig = EpsilonProbeConfig()
     spikes: SpikesConfig = SpikesConfig()
     stalled: Annotated[Count, says("steps in a row that are not applied before an alarm is raised")] = 5
+    translation: TranslationConfig = TranslationConfig()
     layers: Annotated[
         Flag, says("at the end: how far each block turns the stream, and the held-out loss without it")
     ] = False

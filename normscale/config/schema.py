@@ -127,14 +127,17 @@ TASKS_OF: dict[str, tuple[TaskName, ...]] = {
 
 
 class DataConfig(Section):
-    """The task and the text it is made from, always read as bytes (copy and reverse make their own symbols)."""
+    """The task and the text it is made from, read as bytes or, for translation, in subwords."""
 
     task: Annotated[
         TaskName | None, says("null: lm for a decoder, mlm for an encoder, span for an encoder and a decoder")
     ] = None
     source: Annotated[
         Text,
-        says("embedded, a path to .txt or .jsonl, or hub:owner/name; for translation the path before .en and .de"),
+        says(
+            "embedded, a path to .txt or .jsonl, or hub:owner/name; for translation the path before .en and .de, or"
+            " hub:iwslt2017, hub:wmt17, hub:opus100"
+        ),
     ] = "embedded"
     field: Annotated[Text, says("key of the text in JSONL lines and hub data sets")] = "text"
     languages: Annotated[
@@ -143,13 +146,23 @@ class DataConfig(Section):
         says("translation only: endings of the source and target files, [en, de]"),
     ] = None
     held_out_source: Annotated[
-        Text | None, says("translation only: path of held-out files; null: a share of the lines")
+        Text | None,
+        says("translation only: path of held-out files, or a split of the hub's set; null: a share of the lines"),
+    ] = None
+    subwords: Annotated[
+        Annotated[Whole, Field(gt=256, le=2**20)] | None,
+        says("translation only: size of a byte-pair vocabulary made of the training lines; null: bytes"),
     ] = None
     held_out: Annotated[Number, Field(gt=0, lt=1), says("share of the text never trained on")] = 0.1
     max_bytes: Annotated[Count | None, says("read at most so much of the corpus; null: all")] = 4_000_000
     noise: Annotated[Share, says("mlm and span only: share of the tokens that are hidden")] = 0.15
     span: Annotated[Annotated[Number, Field(ge=1)], says("span only: mean length of a hidden span, in tokens")] = 3.0
     symbols: Annotated[Annotated[Whole, Field(ge=2, le=4096)], says("copy and reverse only: size of alphabet")] = 32
+
+    @property
+    def expected_vocab(self) -> int:
+        """About how many tokens there are, before any text is read: special ones change next to nothing."""
+        return self.subwords or 256
 
     @model_validator(mode="after")
     def _combinations(self) -> "DataConfig":
@@ -171,6 +184,7 @@ class DataConfig(Section):
         only: dict[str, tuple[TaskName, ...]] = {
             "languages": ("translation",),
             "held_out_source": ("translation",),
+            "subwords": ("translation",),
             "noise": ("mlm", "span"),
             "span": ("span",),
             "symbols": ("copy", "reverse"),
@@ -326,6 +340,18 @@ class RunConfig(Section):
             mends = ["model.M=0" if self.model.N else "model.M=0 and model.N to 1 or more"]
             mends += ["data.task=mlm"] if self.data.task else []
             raise unused("model.segments", self.model.segments, f"data.task={task}", " and ".join(mends))
+        wanted = self.probes.translation.sentences
+        if wanted and task != "translation":
+            mend = "data.task=translation" if topology == "encoder-decoder" else None
+            raise unused("probes.translation.sentences", wanted, f"data.task={task}", mend)
+        if wanted and (self.engine.name == "fsdp2" or self.engine.zero == 3):
+            raise conflict(
+                f"{wanted} cannot be translated on the way with weights in shards (engine.name={self.engine.name}):"
+                " a search makes as many passes as its sentences ask for; set it to 0, write checkpoints"
+                " (checkpoint.every), and run normscale translate afterwards",
+                "probes.translation.sentences",
+                "engine.name",
+            )
         if task == "span" and self.model.context < 3:
             raise conflict(
                 f"{self.model.context} is too short for data.task=span: the target is a sentinel, the hidden token and"

@@ -19,6 +19,7 @@ from datasets.naming import camelcase_to_snakecase
 from datasets.packaged_modules.cache.cache import Cache
 
 from normscale.config.schema import DataConfig
+from normscale.data.parallel import Pair
 from normscale.data.rows import Row, Source, document, held_by_position
 from normscale.errors import DataError, nearest
 
@@ -28,6 +29,11 @@ datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = os.environ.get("HF_UPDATE_DOWNLOAD_C
 OFFLINE_FLAGS = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 PROBE_S = 3.0  # the longest a socket of the probe may be silent
 PROBE_TOTAL_S = 6.0  # the longest the probe may take; a name server that does not answer is not bound by the former
+PAIRED = {
+    "iwslt2017": ("IWSLT/iwslt2017", "iwslt2017-{0}-{1}"),
+    "wmt17": ("wmt/wmt17", "{other}-en"),
+    "opus100": ("Helsinki-NLP/opus-100", "{a}-{b}"),
+}  # translation sets by their short names, and what they call the configuration of two languages
 NAME = re.compile(r"hub:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[^/:]+))?", re.ASCII)
 
 
@@ -38,13 +44,7 @@ def read(config: DataConfig) -> Source:
         DataError: the name is malformed, the data is not cached and the hub is off or out of reach, or the hub or the
             data set has no such thing.
     """
-    match = NAME.fullmatch(config.source)
-    if not match:
-        raise DataError(f"data.source: {config.source!r} is not a name on the hub; write hub:owner/name[:config]")
-    wanted = (config.source, match["repo"], match["config"])
-    table = _cached(*wanted)
-    if table is None:
-        table = _fetched(*wanted)
+    table = _table(config.source, "train")
     names = list(table.column_names)
     if config.field not in names:
         raise DataError(
@@ -58,13 +58,64 @@ def read(config: DataConfig) -> Source:
     )
 
 
+def pairs(config: DataConfig, held_out: bool = False) -> Iterator[Pair]:
+    """Yields the pairs of a translation set, of its `train` split or of the one that `data.held_out_source` names.
+
+    Raises:
+        DataError: as `read`, or the set has no pairs of these languages.
+    """
+    assert config.languages is not None, "the configuration asks for them"
+    key, split = ("data.held_out_source", config.held_out_source or "") if held_out else ("data.source", "train")
+    source = resolved(config.source, config.languages)
+    table = _table(source, split, key)
+    if "translation" not in table.column_names:
+        raise DataError(
+            f"data.source: {source!r} has no column 'translation' (it has: {', '.join(table.column_names)}), so it is"
+            " no set of translations; choose another, or give parallel files"
+        )
+    number = 0
+    for batch in table.select_columns(["translation"]).iter(batch_size=1000):
+        for row in batch["translation"]:
+            number += 1
+            for language in config.languages:
+                if not isinstance(row.get(language), str):
+                    raise DataError(
+                        f"data.languages: {language!r} is not in row {number} of {source!r} (it has:"
+                        f" {', '.join(sorted(row))}); name two of these"
+                    )
+            # A line end within a text would be two lines in a file; here it is a space.
+            a, b = (" ".join(row[language].splitlines()).encode() for language in config.languages)
+            yield Pair(number, a, b)
+
+
+def resolved(source: str, languages: tuple[str, str]) -> str:
+    """Returns the full name of a translation set that is known by a short one, as hub:wmt17; others as they are."""
+    known = PAIRED.get(source.removeprefix("hub:"))
+    if known is None:
+        return source
+    repo, name = known
+    either = sorted(languages)
+    if "en" in languages and name == "{other}-en":
+        either = [next(language for language in languages if language != "en"), "en"]
+    return f"hub:{repo}:" + name.format(*languages, a=either[0], b=either[1], other=either[0])
+
+
 def offline_flag() -> str | None:
     """Returns the name of the environment variable that asks for no network, if one is set now."""
     set_now = (x for x in OFFLINE_FLAGS if os.environ.get(x, "").upper() in {"1", "ON", "YES", "TRUE"})
     return next(set_now, None)
 
 
-def _cached(source: str, repo: str, config: str | None) -> Any | None:
+def _table(source: str, split: str, key: str = "data.source") -> Any:
+    match = NAME.fullmatch(source)
+    if not match:
+        raise DataError(f"data.source: {source!r} is not a name on the hub; write hub:owner/name[:config]")
+    wanted = (source, match["repo"], match["config"], split, key)
+    table = _cached(*wanted)
+    return _fetched(*wanted) if table is None else table
+
+
+def _cached(source: str, repo: str, config: str | None, split: str, key: str) -> Any | None:
     """Returns the newest copy in the local cache, or None. Looks at files only."""
     owner, name = repo.split("/")
     root = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / f"{owner}___{camelcase_to_snakecase(name)}"
@@ -85,15 +136,15 @@ def _cached(source: str, repo: str, config: str | None) -> Any | None:
         found = Cache(
             repo_id=repo, dataset_name=name, config_name=newest.parts[-3], version=newest.parts[-2], hash=newest.name
         )
-        return found.as_dataset(split="train")
-    except Exception as e:  # whatever the library makes of damaged files
+        return found.as_dataset(split=split)
+    except Exception as e:  # whatever the library makes of damaged files, or of a split that there is not
         raise DataError(
-            f"data.source: {source!r} has no train split that can be read in {newest} ({_line(e)}); "
+            f"{key}: {source!r} has no {split} split that can be read in {newest} ({_line(e)}); "
             "remove that folder to download it again, or name another configuration"
         ) from None
 
 
-def _fetched(source: str, repo: str, config: str | None) -> Any:
+def _fetched(source: str, repo: str, config: str | None, split: str, key: str) -> Any:
     """Returns the data set from the hub, which also puts it into the cache."""
     if flag := offline_flag():
         raise DataError(
@@ -107,10 +158,10 @@ def _fetched(source: str, repo: str, config: str | None) -> Any:
             f"reached ({reason}); mend the network or HF_ENDPOINT, or use a local file or 'embedded'"
         )
     try:
-        return datasets.load_dataset(repo, config, split="train")
+        return datasets.load_dataset(repo, config, split=split)
     except Exception as e:  # the library raises a dozen kinds
         raise DataError(
-            f"data.source: {source!r} cannot be had from {endpoint} ({_line(e)}); check its name, configuration and "
+            f"{key}: {source!r} cannot be had from {endpoint} ({_line(e)}); check its name, configuration and "
             "that it is public, or run `hf auth login`"
         ) from None
 

@@ -115,33 +115,28 @@ class Transformer(nn.Module):
         source_BS: Tensor | None = None,
         source_keep_BS: Tensor | None = None,
         segments_BT: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
         skip: Any = None,
         outputs: Any = None,
     ) -> Tensor:
         """Returns the output of the side with the head, before the head.
 
-        `source_keep` is False at padding of what the encoder reads (the tokens, where it is alone). What buffers `to`
-        ask for is measured on the way. `skip` is a block that is passed over. `outputs` gets the first stream,
-        detached, before the first and after every block of a side, the encoder's before the decoder's:
-        (N + 1) + (M + 1) tensors where there are two sides.
+        `source_keep` is False at padding of what the encoder reads (the tokens, where it is alone). `memory`, what
+        `encode` returned, stands for a source that was read before. What buffers `to` ask for is measured on the way.
+        `skip` is a block that is passed over. `outputs` gets the first stream, detached, before the first and after
+        every block of a side, the encoder's before the decoder's: (N + 1) + (M + 1) tensors where there are two sides.
 
         Shape: tokens, segments [B, T] int64; source [B, S] int64; source_keep [B, S], or [B, T] where the encoder is
-        alone, bool; the buffers have sites * rows_per_site rows; result [B, T, D].
+        alone, bool; memory [B, S, D]; the buffers have sites * rows_per_site rows; result [B, T, D].
 
         Raises:
             ValueError: an input that this model does not read, or the lack of one that it does.
         """
-        self._check_inputs(source_BS, source_keep_BS, segments_BT)
-        cos, sin = self.rotary_cos, self.rotary_sin
-        rotary = None if cos is None or sin is None else (cos, sin)
-        keep_B11S = None if source_keep_BS is None else source_keep_BS[:, None, None, :]
-        context = Context(rotary, None, keep_B11S)
-        first = 0
-        if source_BS is not None and self.source_ends is not None:
-            first = self.depth.N
-            emb = self._embed(source_BS, self.source_position, None, self.source_embedding_norm)
-            memory_BSD = self._run(emb, self.source_ends, range(first), context, to, skip, outputs)
-            context = Context(rotary, memory_BSD, keep_B11S)
+        self._check_inputs(source_BS if memory_BSD is None else memory_BSD, source_keep_BS, segments_BT)
+        if source_BS is not None:
+            memory_BSD = self._encode(source_BS, source_keep_BS, to, skip, outputs)
+        context = self._context(source_keep_BS, memory_BSD)
+        first = 0 if self.source_ends is None else self.depth.N
         emb = self._embed(tokens_BT, self.position, segments_BT, self.embedding_norm)
         return self._run(emb, self.ends, range(first, len(self.blocks)), context, to, skip, outputs)
 
@@ -163,8 +158,32 @@ class Transformer(nn.Module):
         x_BTD = Transformer.features(
             self, tokens_BT, to, source_BS=source_BS, source_keep_BS=source_keep_BS, segments_BT=segments_BT, skip=skip
         )
+        return self.head(x_BTD)
+
+    def encode(self, source_BS: Tensor, source_keep_BS: Tensor | None = None) -> Tensor:
+        """Returns what the encoder beside a decoder makes of a source, for `features` to be called with many times.
+
+        Shape: as in `features`; result [B, S, D].
+        """
+        return self._encode(source_BS, source_keep_BS, None, None, None)
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """Returns the logits of what `features` returned.
+
+        Shape: result [B, T, V].
+        """
         logits_BTV = self.products.linear(x_BTD, self.token if self.logits is None else self.logits, None)
         return logits_BTV * self.ends.tensor("logit_scale") if self.ends.has("logit_scale") else logits_BTV
+
+    def _encode(self, source: Tensor, keep: Tensor | None, to: Buffers | None, skip: Any, outputs: Any) -> Tensor:
+        assert self.source_ends is not None
+        emb = self._embed(source, self.source_position, None, self.source_embedding_norm)
+        return self._run(emb, self.source_ends, range(self.depth.N), self._context(keep, None), to, skip, outputs)
+
+    def _context(self, keep_BS: Tensor | None, memory_BSD: Tensor | None) -> Context:
+        cos, sin = self.rotary_cos, self.rotary_sin
+        rotary = None if cos is None or sin is None else (cos, sin)
+        return Context(rotary, memory_BSD, None if keep_BS is None else keep_BS[:, None, None, :])
 
     def _embed(
         self, tokens: Tensor, position: Tensor | None, segments: Tensor | None, norm: nn.Module | None

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from normscale.claims.cost import VOCAB
 from normscale.config.deepspeed import native_bf16
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
@@ -106,7 +105,7 @@ def made(config: RunConfig, asked: Asked) -> Made:
     train, world = config.train, asked.gpus
     name_of(config.engine, world)
     check_divides(train.batch, world, train.accumulate)
-    vocab = asked.vocab or VOCAB
+    vocab = asked.vocab or config.data.expected_vocab
     found = skeleton(config.model, vocab)
     parameters = found.parameters()
     total = sum(parameters.values())

@@ -49,6 +49,7 @@ def quantity(name: str, unit: str, reduction: Reduction, mlflow: str | None, say
 
 # Written once, at the end of a run (MLflow step 0).
 quantity("gap", "nats", "first", "0-end/gap", "unigram entropy minus held-out loss at the end")
+quantity("bleu", "BLEU", "first", "0-end/bleu", "sacrebleu's BLEU of held-out translations at the end")
 quantity("grad_slope", "log/log", "first", "0-end/gslope", "slope of log gradient norm over log sublayer index")
 quantity("grad_min_end", "1", "first", "0-end/gmin", "smallest sublayer gradient norm at the end")
 quantity("bad_step", "steps", "first", "0-end/badstep", "first step with a non-finite loss or gradient, -1 none")

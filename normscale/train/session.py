@@ -13,6 +13,7 @@ import torch
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, held_out_batches, unigram_of
 from normscale.data.task import Task
+from normscale.data.tasks.translation import Pairs
 from normscale.errors import RunFailed
 from normscale.models.attention import attention_backend
 from normscale.norms import Norm
@@ -41,6 +42,7 @@ from normscale.train.meter import Meter
 from normscale.train.observe import norms_seen, precision_seen, subject_of
 from normscale.train.preempt import Asked, Preempted, asked_to_end
 from normscale.train.recording import Recorder
+from normscale.train.translate import score, translated
 
 OnStep = Callable[[int, int, float], None]
 
@@ -73,6 +75,7 @@ class Session:
         self.checkpoint_s = 0.0
         self._probe_s: dict[str, float] = {}  # of the attempts before
         self.loss_val = self.loss_train = math.nan
+        self.bleu: float | None = None  # of the end, where it is asked for
         self.stopped_after = 0  # bad steps in a row that ended the run
         self._warned = False
         self.unsaved: str | None = None  # why the newest checkpoint could not be written
@@ -158,6 +161,8 @@ class Session:
             if stop or step == train.steps or (train.eval_every and step % train.eval_every == 0):
                 self.evaluate(step, recorder)
                 stop = stop or (train.on_nonfinite == "stop" and not math.isfinite(self.loss_val))
+            if stop or step == train.steps:
+                self.translate()
             if stop:
                 return "nan"
             ending = self._ending(asked) and step < train.steps
@@ -190,6 +195,14 @@ class Session:
         self.loss_val = self.trainer.evaluate(self.held_out)
         values = {"loss_val": self.loss_val, "loss_gap": self.unigram_nats - self.loss_val}
         recorder.metrics(step, self.trainer.applied, values)
+
+    def translate(self) -> None:
+        """Scores translations of held-out lines, where that is asked for; a model that is not finite has no BLEU."""
+        how = self.config.probes.translation
+        if how.sentences and isinstance(self.task.held_out, Pairs):
+            finite = math.isfinite(self.loss_val)
+            lines = translated(self.engine, self.task.held_out, how, self.config.train.batch) if finite else []
+            self.bleu = score(lines).bleu if finite else 0.0
 
     def save(self, step: int, recorder: "SpoolWriter | Silent", checkpoints: Checkpoints) -> float:
         """Writes a checkpoint; returns the seconds it took. If it cannot be written, training goes on without it."""
@@ -241,6 +254,7 @@ class Session:
             "loss_train": self.loss_train,
             "unigram_nats": self.unigram_nats,
             "gap": self.unigram_nats - self.loss_val,
+            **({} if self.bleu is None else {"bleu": self.bleu}),
             "grad_slope": math.nan if gradient is None else depth_slope(gradient),
             "grad_min_end": math.nan if gradient is None else float(gradient.min()),
             "bad_step": trainer.attempted if bad_step < 0 and not math.isfinite(self.loss_val) else bad_step,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from normscale.config.schema import RunConfig
 from normscale.models.builder import build
 from normscale.tracking.reader import read_run
-from normscale.train.removal import weights_of
+from normscale.train.trained import weights_of
 from tests.integration.ranks import run_two
 
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra 'deepspeed'")

@@ -17,8 +17,9 @@ from normscale.data.batches import held_out_batches
 from normscale.data.task import load_task
 from normscale.errors import BadInput
 from normscale.models.builder import build
-from normscale.train.removal import removal, weights_of
+from normscale.train.removal import removal
 from normscale.train.run import run
+from normscale.train.trained import weights_of
 
 
 def config(runs: Path, **parts: Any) -> RunConfig:

@@ -1,6 +1,7 @@
 """Translation: pairs as they stand in the files, padded, split, and left out where they do not fit."""
 
 import gzip
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -190,3 +191,56 @@ def test_files_that_do_not_fit_each_other_are_refused_though_the_first_lines_wer
     with pytest.raises(DataError) as e:
         load_task(config(tmp_path, max_bytes=100))
     assert f"{tmp_path}/x.en has 2000 lines and {tmp_path}/x.de has 2001" in str(e.value)
+
+
+def say(samples, i: int) -> tuple[str, str]:
+    return samples.text(samples.source[i].tolist()), samples.text(samples.target[i].tolist())
+
+
+def test_in_subwords_a_pair_is_shorter_and_says_the_same(tmp_path):
+    lines = [f"the house number {i} is small".encode() for i in range(40)]
+    other = [f"das Haus Nummer {i} ist klein".encode() for i in range(40)]
+    write(tmp_path, lines, other)
+    task = load_task(config(tmp_path, context=24, subwords=400))
+    assert task.facts()["subwords"] == task.vocab - 3
+    assert 256 < task.vocab - 3 <= 400
+    pairs = task.held_out
+    assert [say(pairs, i) for i in range(len(pairs))] == [
+        (a.decode(), b.decode()) for a, b, held in zip(lines, other, held_apart(40), strict=True) if held
+    ]
+    batch = pairs.batch(np.array([0]))
+    begin, end, pad = task.vocab - 3, task.vocab - 2, task.vocab - 1
+    length = batch.n_targets
+    assert length < len(other[0])
+    assert batch.tokens_BT[0, 0] == begin
+    assert batch.tokens_BT[0, 1:length].tolist() == batch.targets_BT[0, : length - 1].tolist()
+    assert (batch.targets_BT[0, length - 1], batch.tokens_BT[0, length:].unique().tolist()) == (end, [pad])
+    assert batch.source_BS[0][batch.source_keep_BS[0]][-1] == end
+    assert task.frequencies.sum() == sum(len(task.train.target[i]) + 1 for i in range(len(task.train)))
+
+
+def test_in_subwords_lines_are_as_long_as_their_tokens(tmp_path):
+    lines = [b"the same words"] * 30 + [sha256(bytes([i])).hexdigest()[:20].encode() for i in range(10)]
+    write(tmp_path, [x + b"%d" % i for i, x in enumerate(lines)], lines)
+    facts = load_task(config(tmp_path, context=8, subwords=300)).facts()
+    assert facts["dropped_long"] == 10  # and not the thirty, of more bytes
+    assert load_task(config(tmp_path, context=24, subwords=300)).facts()["dropped_long"] == 0
+
+
+def test_in_subwords_the_digest_is_of_the_vocabulary_too(tmp_path):
+    write_pairs(tmp_path / "x", 60)
+    digests = {load_task(config(tmp_path, 16, subwords=size)).digest for size in (None, 300, 301)}
+    assert len(digests) == 3
+
+
+def test_in_subwords_a_line_that_is_no_text_is_named_with_its_source(tmp_path):
+    write(tmp_path, [b"a", b"b"], [b"1", b"2"])
+    write(tmp_path, [b"c", b"\xff"], [b"3", b"4"], name="valid")
+    with pytest.raises(DataError, match=r"^data\.held_out_source: line 2 is not UTF-8"):
+        load_task(config(tmp_path, subwords=300, held_out_source=str(tmp_path / "valid")))
+
+
+def test_bytes_that_are_no_text_are_shown_as_such(tmp_path):
+    write(tmp_path, [b"ab", b"cd"], [b"x\xff", b"y"])
+    task = load_task(config(tmp_path, held_out=0.5))
+    assert {say(samples, 0) for samples in (task.train, task.held_out)} == {("ab", "x\ufffd"), ("cd", "y")}
