@@ -1,7 +1,8 @@
 """What an event says, as a person reads it: a sentence, its facts, its tables. From the spool's record alone.
 
 The events: `nonfinite` (with `culprit`, `run_up`, `policy` and `in_a_row` where they are known), `stalled`, `ledger`,
-`probe_off`, and whatever else a loop notes. Fields that nobody here knows are shown as they are.
+`probe_off`, what became of an attempt (`record.ABOUT_AN_ATTEMPT`), and whatever else a loop notes. Fields that nobody
+here knows are shown as they are.
 """
 
 import re

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,20 @@ def reported(record: RunRecord) -> dict[int, dict[str, Any]]:
     return {places.get(id(event), -1): event for event in [*bad, *others][:_MAX_EVENTS]}
 
 
+def event_folders(record: RunRecord) -> dict[int, str]:
+    """Returns the artifact folder of each event that has a report, by its place in the record.
+
+    Of several of one name at one step, as after two starts from one checkpoint, the later ones are numbered.
+    """
+    count: Counter[str] = Counter()
+    found: dict[int, str] = {}
+    for place, event in sorted(reported(record).items()):
+        folder = event_folder(event)
+        count[folder] += 1
+        found[place] = folder if count[folder] == 1 else f"{folder}-{count[folder]}"
+    return found
+
+
 def event_folder(event: Mapping[str, Any]) -> str:
     """Returns the artifact folder of an event."""
     name = re.sub(r"[^a-zA-Z0-9]+", "-", str(event.get("event"))).strip("-").lower()
@@ -91,8 +106,9 @@ def upload_run(client: "MlflowClient", run: str, record: RunRecord) -> None:
         if record.ledger:
             write_ledger(record, folder / "data" / "ledger.parquet")
         pictured = bad_events(record)[:_MAX_PICTURED_EVENTS]
-        for event in reported(record).values():
-            write_report(record, event, folder / event_folder(event), event in pictured)
+        folders = event_folders(record)
+        for place, event in reported(record).items():
+            write_report(record, event, folder / folders[place], event in pictured)
         client.log_artifacts(run, str(folder))
     _upload_config(client, run, record)
 

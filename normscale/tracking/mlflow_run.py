@@ -20,7 +20,7 @@ from normscale.tracking.spool import SPOOL
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-LAYOUT = 3  # raise when the layout changes: every run is then looked at again
+LAYOUT = 4  # raise when the layout changes: every run is then looked at again
 
 
 def replay_run(
@@ -53,8 +53,7 @@ def replay_run(
         points = _unsent(store, run, record, points, known)
     well &= store.send_points(what, run_id, points)
     well &= _send_data(store, run, record)
-    reported = artifacts.reported(record) if record.end is not None else {}
-    folders = {place: artifacts.event_folder(event) for place, event in reported.items()}
+    folders = artifacts.event_folders(record) if record.end is not None else {}
     page = pages.run_page(record, tags["outcome"], experiment, run_id, folders, claim or ALONE)
     well &= store.send_texts(what, run, {**tags, "mlflow.note.content": page, "mlflow.runName": name}, {})
     files = stamp(LAYOUT, spool)

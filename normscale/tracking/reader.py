@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from normscale.errors import StoreError
 from normscale.tracking.files import read_regular
-from normscale.tracking.record import QUANTITIES, Outcome
+from normscale.tracking.record import ABOUT_AN_ATTEMPT, QUANTITIES, Outcome
 from normscale.tracking.spool import NON_FINITE, SPOOL, restored
 
 REPEATABLE = frozenset(("loss_train", "loss_val", "grad_norm"))  # a step that is made again gives them again
@@ -315,6 +315,7 @@ def _series(records: Sequence[dict[str, Any]]) -> dict[str, Series]:
 def _events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the events, each once: what is told of a step that was made again is what its newest attempt told.
 
+    What became of an attempt stays, whichever steps are made again.
     Where a step that was made again gave other numbers, that is an event, too.
     """
     events = [record for record in records if record["kind"] == "event"]
@@ -322,7 +323,11 @@ def _events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for event in events:
         key = (event["event"], event["step"])
         newest[key] = max(newest.get(key, 0), event["attempt"])
-    events = [event for event in events if event["attempt"] == newest[event["event"], event["step"]]]
+    events = [
+        event
+        for event in events
+        if event["event"] in ABOUT_AN_ATTEMPT or event["attempt"] == newest[event["event"], event["step"]]
+    ]
     return events + _differing(records)
 
 

@@ -17,6 +17,20 @@ A spool is a file of JSON lines, one record a line. Every record has `kind`, `t`
 from dataclasses import dataclass
 from typing import Literal
 
+ABOUT_AN_ATTEMPT = frozenset(
+    (
+        "resumed",
+        "begun_anew",
+        "preempted",
+        "rank_lost",
+        "checkpoint_passed_over",
+        "checkpoint_failed",
+        "records_lost",
+    )
+)
+"""Events that tell what became of one attempt; a later one that makes the step again does not unmake them. All others
+are about the step itself, and the newest attempt that made it tells them."""
+
 Reduction = Literal["sum", "max", "mean", "first"]
 Outcome = Literal["finished", "nan", "error", "interrupted"]
 

@@ -21,7 +21,7 @@ from normscale.errors import NonFiniteStop, NormscaleError, RunFailed, StoreErro
 from normscale.models.builder import build
 from normscale.planned import config_hash
 from normscale.tracking.files import write_whole
-from normscale.tracking.reader import next_attempt, read_run
+from normscale.tracking.reader import RunRecord, next_attempt, read_run
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SPOOL, SpoolWriter
 from normscale.train.checkpoint import Checkpoints, Found
@@ -33,6 +33,7 @@ from normscale.train.identity import identity, run_id_of
 from normscale.train.lost import Roll
 from normscale.train.preempt import Preempted
 from normscale.train.rendezvous import Meeting
+from normscale.train.resumption import resumption
 from normscale.train.session import OnStep, Session, Silent
 from normscale.train.worlds import check_same_world
 
@@ -128,11 +129,15 @@ def _run(
     summary: dict[str, Any] = {}
     status: dict[str, Any] = {}
     try:
-        found, passed_over = _found(checkpoints, session, recorder, fresh)
+        before = read_run(run_dir) if recorder.attempt > 1 else None
+        found, passed_over = _found(checkpoints, session, before, fresh)
         step = found.step if found else 0
         if found is not None:
             session.load_state_dict(found.state)
         recorder.start(**session.facts(run_id, step), hosts=list(agreed.hosts))
+        if before is not None and not fresh:
+            event, fields = resumption(before, step, engine.world)
+            recorder.event(step, event, **fields)
         for path, reason in passed_over:
             recorder.event(step, "checkpoint_passed_over", path=str(path), reason=reason)
         if on_start is not None:
@@ -156,9 +161,7 @@ def _run(
     except Exception as error:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise RunFailed(_compiler_failed(error)) from error
-        if is_lost_rank(error) and (lost := roll.call()):
-            said = f"{roll.said(lost)} did not answer any more"
-            recorder.event(session.trainer.attempted, "rank_lost", ranks=lost, says=said)
+        if is_lost_rank(error) and (said := _call_roll(roll, session.trainer.attempted, recorder)):
             raise RunFailed(f"{LOST_RANK}: {said}; the first rank that failed says why") from error
         raise
     finally:
@@ -196,10 +199,24 @@ def _compiler_failed(error: Exception) -> str:
     )
 
 
+def _call_roll(roll: Roll, step: int, recorder: "SpoolWriter | Silent") -> str | None:
+    """Records that a rank is lost, and returns which, in words; None where that cannot be known."""
+    lost: list[int] | None = None
+    try:
+        lost = roll.call()
+    finally:  # its launcher may stop this rank meanwhile
+        said = f"{roll.said(lost)} did not answer any more" if lost else "the connection to another rank broke"
+        recorder.event(step, "rank_lost", ranks=lost or [], says=said)
+    return said if lost else None
+
+
 def _found(
-    checkpoints: Checkpoints, session: Session, recorder: "SpoolWriter | Silent", fresh: bool
+    checkpoints: Checkpoints, session: Session, before: RunRecord | None, fresh: bool
 ) -> tuple[Found | None, list[tuple[Path, str]]]:
-    """Returns the checkpoint to go on from, if there is one, and those that were passed over, with the reasons."""
+    """Returns the checkpoint to go on from, if there is one, and those that were passed over, with the reasons.
+
+    `before` are the records of the starts before this one.
+    """
     passed_over: list[tuple[Path, str]] = []
 
     def tell(path: Path, reason: str) -> None:
@@ -209,7 +226,7 @@ def _found(
     if fresh:
         checkpoints.pass_over()
         return None, passed_over
-    reached = read_run(recorder.run_dir).reached if isinstance(recorder, SpoolWriter) else {}
+    reached = before.reached if before is not None else {}
     late = {f"trainer/{name}": tensor for name, tensor in session.trainer.late_state().items()}
     found = checkpoints.newest(reached, session.state_dict(), late, tell)
     if passed_over and found is None:

@@ -37,7 +37,7 @@ def test_both_ranks_go_on_from_the_newest_that_both_can_use(tmp_path: Path, engi
     for name in expected.series.keys() - {"tokens_s"}:
         assert record.series[name].steps == expected.series[name].steps
         np.testing.assert_array_equal(record.series[name].values, expected.series[name].values, err_msg=name)
-    assert [event["event"] for event in record.events] == ["checkpoint_passed_over"]
+    assert [event["event"] for event in record.events] == ["resumed", "checkpoint_passed_over"]
 
     ends = [run / "checkpoints" / "step-00000008" for run in (one, other)]
     assert sorted(path.name for path in ends[0].iterdir()) == [
