@@ -19,6 +19,7 @@ from tests.cluster.hosts import Cluster
 
 GPUS = 2
 GRACE_S = 20
+LOST_S = round(6 * PATIENCE)  # of silence, after which slurmctld looks whether a node is lost
 CONFIG = """\
 ClusterName=normscale
 SlurmctldHost=node0
@@ -45,8 +46,8 @@ SlurmctldLogFile={log}/slurmctld.log
 SlurmdLogFile={log}/slurmd-%n.log
 SlurmdParameters=config_overrides
 SlurmctldTimeout=10
-SlurmdTimeout=10
-MessageTimeout=10
+SlurmdTimeout={lost}
+MessageTimeout={lost}
 KillWait=5
 JobRequeue=1
 PreemptType=preempt/partition_prio
@@ -68,7 +69,7 @@ class Slurm:
         state = self.cluster.folder / "slurm"
         (state / "state").mkdir(exist_ok=True)
         names = ",".join(host.name for host in self.cluster)
-        text = CONFIG.format(state=state, log=self.cluster.log, nodes=names, gpus=GPUS, grace=GRACE_S)
+        text = CONFIG.format(state=state, log=self.cluster.log, nodes=names, gpus=GPUS, grace=GRACE_S, lost=LOST_S)
         (state / "etc" / "slurm.conf").write_text(text)
         (state / "etc" / "gres.conf").write_text(f"Name=gpu File=/run/gpu[0-{GPUS - 1}]\n")
         self.head.must("dd", "if=/dev/urandom", f"of={state}/munge.key", "bs=128", "count=1")
@@ -122,6 +123,15 @@ class Slurm:
     def start_now(self, number: str) -> None:
         """Spares a job that was queued again the two minutes that Slurm makes it wait."""
         self.head.must("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+    def set_limit(self, number: str, minutes: int) -> None:
+        """Gives a job another time limit."""
+        self.head.must("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+
+    def end_soon(self, number: str) -> None:
+        """Gives a running job a limit that is one to two minutes away: Slurm knows whole minutes alone."""
+        hours, minutes, _ = map(int, self.job(number)["RunTime"].split(":"))
+        self.set_limit(number, 60 * hours + minutes + 2)
 
     def _start_slurmd(self, host: Host) -> None:
         for k in range(GPUS):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from normscale.tracking.reader import RunRecord
 from tests.cluster.handle import Started
 from tests.cluster.hosts import Cluster
 from tests.cluster.slurm import Slurm
@@ -23,6 +24,7 @@ from tests.multinode.jobs import (
     hostfile,
     launcher_on,
     make,
+    rank_on,
     wait_for_step,
     words,
 )
@@ -65,6 +67,16 @@ def check_same(found: Well, expected: Well, *, bits: bool) -> None:
     assert found.last == pytest.approx(expected.last, rel=1e-5)
 
 
+def check_interruptions(record: RunRecord, *steps: int) -> None:
+    """Fails unless a run was stopped after just these steps, each time went on from there, and says both."""
+    assert (record.start["from_step"], record.attempt) == (steps[-1], len(steps) + 1)
+    told = events(record, "preempted", "resumed")
+    expected = [(name, step) for step in steps for name in ("preempted", "resumed")]
+    assert [(event["event"], event["step"]) for event in told] == expected
+    for attempt, (step, resumed) in enumerate(zip(steps, told[1::2], strict=True), start=1):
+        assert f"attempt {attempt} was stopped after step {step} with exit code 143" in resumed["says"]
+
+
 def check_quiet(cluster: Cluster, watch: Watch) -> None:
     """Fails if a secret of the caller's was on a command line or is in a file."""
     assert watch.holding(SECRET) == []
@@ -103,39 +115,52 @@ def test_a_launch_is_interrupted_and_goes_on(
 
     well = ended_well(runs, ["node0", "node1"], engine)
     check_same(well, one, bits=engine == "ddp")
-    assert (well.record.start["from_step"], well.record.attempt) == (reached, 2)
-    assert events(well.record, "preempted")
+    check_interruptions(well.record, reached)
     assert well.record.start["config"]["name"] == ODD.replace("\n", " ")  # as YAML folds it
     for host in cluster:  # what each rank was given is what was written, byte for byte
         assert {tuple(line) for line in watch.ranks(host.name)} == {(CONFIG, *args)}
     check_quiet(cluster, watch)
 
 
-def test_a_job_of_slurm_is_preempted_and_queued_again(slurm: Slurm, cluster: Cluster, one: Well) -> None:
+def test_a_job_of_slurm_comes_to_its_limit_is_preempted_and_goes_on_each_time(
+    slurm: Slurm, cluster: Cluster, one: Well
+) -> None:
     runs, node0 = cluster.shared / "runs", cluster["node0"]
-    args = words(runs, f"name={ODD}")
-    settings = ("NODES=2", "TIME=10", "PARTITION=main", f"OPTIONS=--logs {cluster.shared}/logs")
+    args = words(runs, f"name={ODD}", "engine.timeout_s=60")
+    settings = ("NODES=2", "TIME=3", "PARTITION=main", f"OPTIONS=--logs {cluster.shared}/logs")
     with Watch(cluster) as watch:
         said = make(node0, "launch-slurm", args, *settings, env=SECRETS).wait(30)
         assert said.code == 0, said.err
         (job,) = slurm.jobs()
         wait_for_step(runs, 60)
+
+        # Slurm tells of a limit when it looks, every 30 s, and wakes whoever is stopped: no step is made until then.
+        for host in cluster:
+            os.kill(rank_on(host), signal.SIGSTOP)
+        slurm.end_soon(job)
+        slurm.wait_for(job, "PENDING", limit_s=60)  # at the limit, Slurm would have ended it for good
+        limited = checkpoints(runs)[-1]
+        assert 60 <= limited < 300
+        slurm.set_limit(job, minutes=10)
+        slurm.start_now(job)
+
+        wait_for_step(runs, limited + 40)
         urgent = slurm.submit(
             "--partition=urgent", "--exclusive", f"--chdir={cluster.shared}", "--wrap", "true", nodes=2
         )
         slurm.wait_for(urgent, "COMPLETED", limit_s=40)  # within the grace time: the ranks ended by themselves
         slurm.wait_for(job, "PENDING", limit_s=10)
         reached = checkpoints(runs)[-1]
-        assert 60 <= reached < 300
+        assert limited < reached < 300
         slurm.start_now(job)
         slurm.wait_for(job, "COMPLETED", limit_s=60)
     assert cluster.wait_until_idle(10) == {}
-    assert slurm.job(job)["Restarts"] == "1"
+    assert slurm.job(job)["Restarts"] == "2"
 
     well = ended_well(runs, ["node0", "node1"])
     check_same(well, one, bits=True)
-    assert (well.record.start["from_step"], well.record.attempt) == (reached, 2)
-    assert events(well.record, "preempted")
+    check_interruptions(well.record, limited, reached)
+    assert events(well.record, "preempted")[0]["says"].startswith("SIGUSR1 ended it after step")
     assert well.record.start["config"]["name"] == ODD.replace("\n", " ")  # as YAML folds it
     for host in cluster:
         assert {tuple(line) for line in watch.ranks(host.name)} == {(CONFIG, *args)}
