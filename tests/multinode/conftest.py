@@ -42,7 +42,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield made
         failed = getattr(request.node, "failed", False)
         if failed:
-            for path in sorted(made.log.glob("slurm*.log")):
+            for path in [*sorted(made.log.glob("slurm*.log")), *sorted(made.shared.glob("logs/*.out"))]:
                 print(f"--- {path.name}\n{path.read_text()[-3000:]}")
 
 

@@ -39,7 +39,9 @@ def test_a_shared_disk_fills_up_and_is_read_only_then(cluster: Cluster) -> None:
     again = make(node0, "launch-ssh", args, hosts).wait(90)
     assert again.code == 0, again.err
     assert "went on from step" in again.out
-    ended_well(seen, ["node0", "node1"], steps=STEPS)
+    well = ended_well(seen, ["node0", "node1"], steps=STEPS)
+    (resumed,) = events(well.record, "resumed")  # it tells of the end that there was no room for
+    assert (resumed["step"], resumed["attempt"]) == (well.record.start["from_step"], 2)
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_written_ends_nothing(cluster: Cluster) -> None:

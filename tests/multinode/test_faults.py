@@ -1,8 +1,12 @@
 """What goes wrong with hosts and processes, one fault after another in the life of one run.
 
 Each test goes on with the run where the one before left it, does the run one harm, and looks at how it ends: within a
-time limit, with a code that is not 0, nothing left on any host, no checkpoint lost. The last one lets it come to its
-end: with the losses of a run that nothing happened to.
+time limit, with a code that is not 0, nothing left on any host, no checkpoint lost. The last but one lets it come to
+its end, with the losses of a run that nothing happened to; the last one finds all of it in the records and in MLflow.
+
+What is refused before a run begins (a host that is off, other code, a port that is taken, another number of ranks) is
+no event of any run: nobody writes the records then, and the run they are of may be at work elsewhere. Its line and its
+exit code are what there is of it, and the records stay as they were.
 """
 
 import os
@@ -14,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from normscale.tracking.mlflow_artifacts import event_folders
+from normscale.tracking.mlflow_sink import sync
 from normscale.tracking.reader import RunRecord, read_run
+from normscale.tracking.spool import SPOOL
 from tests.cluster.common import ROOT, wait_until
 from tests.cluster.handle import Done, Started
 from tests.cluster.hosts import Cluster
@@ -38,12 +45,28 @@ OPTIONS = f"OPTIONS=--lost-after {LOST_AFTER_S} --grace 10"
 QUICKLY_S = 20.0  # for a failure that somebody is alive to tell of
 LATE_S = 45.0  # for one that only silence tells of
 
+HAPPENED = [
+    ("rank_lost", "rank 1 (node1) did not answer any more"),  # killed
+    ("resumed", "failed after step"),
+    ("preempted", "SIGTERM ended it after step"),  # so its agent told it, when the launcher was killed
+    ("resumed", "was stopped after step"),
+    ("rank_lost", "rank 1 (node1)"),  # unplugged for good; of the 5 s before, TCP has told nobody
+    ("resumed", "failed after step"),
+    ("rank_lost", "rank 1 (node1)"),  # frozen
+    ("resumed", "failed after step"),
+    ("rank_lost", "rank 1 (node1)"),  # without power
+    ("resumed", "failed after step"),
+    ("checkpoint_passed_over", "rank0.safetensors has"),
+]
+"""The events of the run's life, one attempt after another, with words of each."""
+
 
 class Life:
     """The run on two hosts."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.runs = cluster, cluster.shared / "runs"
+        self.cluster = cluster
+        self.runs, self.undisturbed = cluster.shared / "runs", cluster.shared / "undisturbed"
         self.node0, self.node1 = cluster.hosts
         self.hostfile = hostfile(cluster)
         self.args = words(self.runs, "engine.timeout_s=14", steps=STEPS)
@@ -73,6 +96,14 @@ class Life:
         wait_until(lambda: not self.left(), 5)
         assert self.left() == {}
         assert self.steps()[-1] >= reached
+        return done
+
+    def refused(self, started: Started, limit_s: float) -> Done:
+        """Returns how a launch was refused: as one that failed, by bad input, and without a word in the records."""
+        spool = folder_of(self.runs) / SPOOL
+        before = spool.read_bytes()
+        done = self.failed(started, limit_s, code=2)
+        assert spool.read_bytes() == before
         return done
 
     def left(self) -> dict[str, list[str]]:
@@ -113,8 +144,7 @@ def test_a_rank_is_killed(life: Life) -> None:
     done = life.failed(started, QUICKLY_S)
     assert "node1" in done.err
     assert re.search(r"rank 1 .*was killed by SIGKILL", done.err), done.err
-    (lost,) = events(life.record, "rank_lost")
-    assert lost["ranks"] == [1]
+    assert events(life.record, "rank_lost")[-1]["ranks"] == [1]
     assert life.record.end is not None
     assert life.record.end["outcome"] == "error"
 
@@ -145,9 +175,12 @@ def test_a_host_freezes(life: Life) -> None:
     started = life.go_on()
     reached = checkpoints(life.runs)[-1]
     life.node1.freeze()
+    args = words(life.undisturbed, "engine.timeout_s=14", steps=STEPS)
+    calm = make(life.node0, "launch", args, "NPROC=2")  # while there is nothing to do but wait
     done = started.wait(LATE_S)
     assert "Error 1\n" in done.err
     assert "node1" in done.err
+    assert calm.wait(90).code == 0, calm.err
     assert "node0" not in life.cluster.left()
     life.node1.thaw()
     assert life.cluster.wait_until_idle(QUICKLY_S) == {}
@@ -163,7 +196,7 @@ def test_a_host_loses_its_power(life: Life) -> None:
     assert events(life.record, "rank_lost")[-1]["ranks"] == [1]
 
     asked = time.monotonic()  # it is still off: said at once, not by a time limit of the ranks
-    done = life.failed(life.launch(), QUICKLY_S, code=2)
+    done = life.refused(life.launch(), QUICKLY_S)
     assert "node1" in done.err
     assert time.monotonic() - asked < QUICKLY_S
 
@@ -180,8 +213,8 @@ def other_code(life: Life) -> Iterator[None]:
 
 @pytest.mark.usefixtures("other_code")
 def test_a_host_has_other_code(life: Life) -> None:
-    attempt = life.record.attempt
-    done = life.failed(life.launch(), QUICKLY_S, code=2)
+    spool = (folder_of(life.runs) / SPOOL).read_bytes()
+    done = life.refused(life.launch(), QUICKLY_S)
     assert "node1" in done.err
     assert "its copy of normscale is another" in done.err
 
@@ -193,16 +226,18 @@ def test_a_host_has_other_code(life: Life) -> None:
     assert ends[0].err.count("has other code") == 1
     assert "node1" in ends[0].err
     assert life.cluster.wait_until_idle(5) == {}
-    assert life.record.attempt == attempt  # nothing was begun
+    assert (folder_of(life.runs) / SPOOL).read_bytes() == spool
 
 
 def test_a_port_is_taken(life: Life) -> None:
     listening = life.node0.start("python3", "-c", "import socket; s = socket.create_server(('', 29533)); s.accept()")
     assert wait_until(lambda: ":735D " in Path(f"/proc/{life.node0.pid}/net/tcp").read_text(), 5)
+    spool = (folder_of(life.runs) / SPOOL).read_bytes()
     done = life.launch("PORT=29533").wait(QUICKLY_S)
     assert "Error 2\n" in done.err
     assert "29533" in done.err
     assert "Traceback" not in done.err
+    assert (folder_of(life.runs) / SPOOL).read_bytes() == spool
     assert listening.running()
     listening.process.kill()
 
@@ -210,7 +245,7 @@ def test_a_port_is_taken(life: Life) -> None:
 def test_another_number_of_ranks_is_refused(life: Life) -> None:
     alone = life.cluster.shared / "alone"
     alone.write_text("node0 slots=1\n")
-    done = life.failed(life.launch(hostfile=alone), 60, code=2)
+    done = life.refused(life.launch(hostfile=alone), 60)
     assert "2 ranks" in done.err
     assert "1 rank;" in done.err or "1 rank " in done.err
 
@@ -226,23 +261,26 @@ def test_a_half_written_checkpoint_is_passed_over_and_the_run_ends_as_if_nothing
     well = ended_well(life.runs, ["node0", "node1"], steps=STEPS)
     assert [event["path"] for event in events(well.record, "checkpoint_passed_over")] == [str(spoilt.parent)]
 
-    runs = life.cluster.shared / "undisturbed"
-    calm = make(life.node0, "launch", words(runs, "engine.timeout_s=14", steps=STEPS), "NPROC=2").wait(90)
-    assert calm.code == 0, calm.err
-    undisturbed = ended_well(runs, ["node0"] * 2, steps=STEPS)
+    undisturbed = ended_well(life.undisturbed, ["node0"] * 2, steps=STEPS)
     assert (well.weights, well.last) == (undisturbed.weights, undisturbed.last)
     assert well.losses == undisturbed.losses
     assert life.cluster.wait_until_idle(5) == {}
 
 
 def test_what_happened_stands_in_mlflow(life: Life) -> None:
+    told = [(event["event"], event.get("says") or event["reason"]) for event in life.record.events]
+    assert [event for event, _ in told] == [event for event, _ in HAPPENED], told
+    assert [words for (_, said), (_, words) in zip(told, HAPPENED, strict=True) if words not in said] == []
+
     uri = f"sqlite:///{life.cluster.shared}/mlflow.db"
-    said = life.node0.must(ROOT / ".venv/bin/python", "-m", "normscale", "sync", "--runs", life.runs, "--uri", uri)
-    assert "1 run" in said
+    assert sync(life.runs, uri).ok
     import mlflow
 
     client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    told = {Path(file.path).name for file in client.list_artifacts(run.info.run_id, "events")}
-    kinds = {re.sub(r"^step-\d+-", "", name) for name in told}
-    assert kinds >= {"rank-lost", "checkpoint-passed-over"}
+    reports = {file.path for file in client.list_artifacts(run.info.run_id, "events")}
+    assert reports == set(event_folders(life.record).values())
+    assert len(reports) == len(HAPPENED)
+    page = run.data.tags["mlflow.note.content"]
+    assert [words for _, words in HAPPENED if words not in page] == []
+    assert run.data.tags["outcome"] in ("trained", "plateau")

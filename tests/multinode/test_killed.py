@@ -5,9 +5,20 @@ import signal
 
 import pytest
 
+from normscale.tracking.reader import read_run
 from tests.cluster.common import ROOT
 from tests.cluster.hosts import Cluster
-from tests.multinode.jobs import checkpoints, hostfile, launcher_on, make, rank_on, wait_for_step, whole, words
+from tests.multinode.jobs import (
+    checkpoints,
+    folder_of,
+    hostfile,
+    launcher_on,
+    make,
+    rank_on,
+    wait_for_step,
+    whole,
+    words,
+)
 
 QUICKLY_S = 25.0
 STEPS = 2000
@@ -34,6 +45,8 @@ def test_kill(name: str, victim: str, cluster: Cluster) -> None:
     if victim == "rank":
         assert "SIGKILL" in "".join(end.err for end in ends)
         assert "Traceback" not in "".join(end.err for end in ends)
+    told = [event["event"] for event in read_run(folder_of(runs)).events]
+    assert told == ["rank_lost" if victim == "rank" else "preempted"]
 
 
 def test_a_claim_over_ssh_is_a_part_on_each_host_and_a_judge(cluster: Cluster) -> None:

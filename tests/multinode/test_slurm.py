@@ -3,7 +3,7 @@
 from tests.cluster.common import wait_until
 from tests.cluster.hosts import Cluster
 from tests.cluster.slurm import Slurm
-from tests.multinode.jobs import checkpoints, ended_well, make, wait_for_step, whole, words
+from tests.multinode.jobs import checkpoints, ended_well, events, make, wait_for_step, whole, words
 
 STEPS = 400
 
@@ -22,6 +22,8 @@ def test_a_node_is_lost_and_a_job_that_follows_goes_on(slurm: Slurm, cluster: Cl
     reached = whole(runs)[-1]
     assert 60 <= reached < STEPS
 
+    calm = make(node0, "launch", words(cluster.shared / "calm", steps=STEPS), "NPROC=2").wait(60)  # Slurm takes as long
+    assert calm.code == 0, calm.err
     assert wait_until(lambda: slurm.nodes()["node1"].startswith("down"), 40)
     node1.boot()
     slurm.join(node1)
@@ -29,11 +31,12 @@ def test_a_node_is_lost_and_a_job_that_follows_goes_on(slurm: Slurm, cluster: Cl
     slurm.wait_for(second, "COMPLETED", limit_s=90)
     well = ended_well(runs, ["node0", "node1"], steps=STEPS)
     assert well.record.start["from_step"] == reached
+    assert events(well.record, "rank_lost")[0]["ranks"] == [1]
+    (resumed,) = events(well.record, "resumed")
+    assert (resumed["step"], resumed["attempt"]) == (reached, 2)
     assert checkpoints(runs)[-1] == STEPS
     assert cluster.wait_until_idle(10) == {}
 
-    calm = make(node0, "launch", words(cluster.shared / "calm", steps=STEPS), "NPROC=2").wait(60)
-    assert calm.code == 0, calm.err
     undisturbed = ended_well(cluster.shared / "calm", ["node0"] * 2, steps=STEPS)
     assert (well.weights, well.losses, well.last) == (undisturbed.weights, undisturbed.losses, undisturbed.last)
 
