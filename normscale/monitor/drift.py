@@ -12,6 +12,7 @@ from normscale.errors import BadInput
 from normscale.monitor.losses import StepProbe
 from normscale.monitor.outputs import main_tensor
 from normscale.monitor.window import shallow
+from normscale.probes.joint import BrokenPass, Elsewhere, Joint
 from normscale.probes.probe import Subject
 from normscale.probes.replay import RandomState
 from normscale.probes.update import ModelUpdate
@@ -35,17 +36,30 @@ def drift_of(
     loss_fn: Callable[[Any, Any], Any],
     device: torch.device,
     every: int,
+    joint: Joint | None,
 ) -> Drift | None:
     """Returns the probe of a monitor that was given a batch for it; None without one.
 
     Raises:
-        BadInput: the batch cannot be run.
+        BadInput: the batch cannot be run, here or, where ranks make passes together, on another rank.
+        BrokenPass: its pass has failed here while other ranks are still making it.
     """
     if batch is None:
         return None
     block = list(blocks.values())[-1] if blocks else inner
+    passing = nullcontext if joint is None else joint.passing
+
+    def forward() -> None:
+        with passing():
+            loss_fn(inner, shallow(batch))
+
     try:
-        return Drift(inner, block, lambda: loss_fn(inner, shallow(batch)), device, every)
+        with nullcontext() if joint is None else joint.method("'update'"):
+            return Drift(inner, block, forward, device, every)
+    except BrokenPass:
+        raise
+    except Elsewhere:
+        raise BadInput("Monitor(update_batch=...): its forward pass failed on another rank, which says why") from None
     except Exception as error:
         message = f"Monitor(update_batch=...): its forward pass failed ({type(error).__name__}: {error})"
         raise BadInput(message) from error

@@ -1,6 +1,7 @@
 """How a step is checked and applied: plain, DDP, FSDP2, and optimizers that Accelerate has prepared."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +14,7 @@ from normscale.errors import BadInput
 from normscale.monitor.gradients import Gradients
 from normscale.monitor.pieces import is_dtensor
 from normscale.monitor.report import Reason
+from normscale.probes.joint import Joint
 
 
 def _nothing() -> None: ...
@@ -126,6 +128,20 @@ class Engine:
     def max(self, values: Tensor) -> Tensor:
         """Returns the maximum of `values` over ranks; NaN must not be in it (gloo loses it)."""
         return _reduced(values, dist.ReduceOp.MAX) if self.world > 1 else values
+
+    def joint(self, inner: nn.Module, device: torch.device) -> Joint | None:
+        """Returns what ranks say to each other around passes of their own, where a model's parameters are in pieces."""
+        if self.world == 1 or not any(is_dtensor(p) or hasattr(p, "ds_tensor") for p in inner.parameters()):
+            return None
+
+        def recover() -> None:
+            for module in inner.modules():
+                reset: Any = getattr(module, "reset_iter_state", None)  # FSDP2's
+                if reset is not None:
+                    with suppress(RuntimeError):  # of one below the outermost, which has done it
+                        reset()
+
+        return Joint(self.sum, device, self.rank, self.world, recover)
 
     def learning_rate(self, optimizer: Any) -> float | None:
         """Returns the learning rate of an optimizer's first group."""

@@ -126,14 +126,15 @@ class Monitor:
         self.engine: Engine = DeepSpeed(model, model) if is_deepspeed(model) else Engine(model)
         device = self._device()
         named = find_blocks(self.inner, blocks)
-        drift = drift_of(self.inner, named, update_batch, loss_fn, device, every) if loss_fn else None
+        joint = self.engine.joint(self.inner, device)
+        drift = drift_of(self.inner, named, update_batch, loss_fn, device, every, joint) if loss_fn else None
         self.records = Records(name, runs, self.engine.rank, self.engine.world)
         self.run_id, self.run_dir, self.blocks = self.records.run_id, self.records.run_dir, list(named)
         self.rows = BlockRows(named, device) if named else None
         self.parameters = BlockParameters(self.inner, named, device, updates) if named else None
         self.losses = Losses(device)
         probes: list[Probe] = [probe for probe in (self.losses, self.rows, self.parameters, drift) if probe is not None]
-        self.guard = Guard(probes, device, self.engine.rank, self.engine.world)
+        self.guard = Guard(probes, device, self.engine.rank, self.engine.world, joint)
         self.provenance = Provenance(self.inner, loss_fn, self.blocks)
         self.journal = Journal(self.records)
         self.steps = self.applied = self.in_a_row = 0

@@ -34,6 +34,7 @@ class EpsilonSensitivity(Probe):
     """
 
     name = "epsilon"
+    passes = True
     stopwatch: Stopwatch
 
     def __init__(

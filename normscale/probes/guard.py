@@ -8,7 +8,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from normscale.arguments import debugging
+from normscale.arguments import debugging, is_lost_rank
+from normscale.probes.joint import BrokenPass, Elsewhere, Joint
 from normscale.probes.probe import Array, Hand, Probe, Reading, Reduction, transferred
 
 Layout = dict[str, tuple[int, Reduction]]
@@ -20,15 +21,16 @@ REASON = 200  # characters of a reason that travel between ranks
 class Guard:
     """The probes of a run; the first exception of one switches it off for the rest of the run, and training goes on.
 
-    Ranks make the same collectives whatever fails where, if every probe's `due` says the same of a step on every rank:
-    it is asked without a word between them, so it must go by the step and the settings alone; where it raises, it says
-    no, and must raise on every rank. A rank on which a probe has failed hands over zeros of the
+    Ranks make the same collectives whatever fails where. A rank on which a probe has failed hands over zeros of the
     shapes that this probe last handed over, and a flag; the flags are summed together with the numbers, so that all
     ranks switch the probe off at the same step and drop what it gave. Before a probe has handed over for the first
     time its shapes are not known: then the flags travel ahead, in one collective more.
 
-    That does not reach into passes that ranks make together (an engine that `gathers`): where a probe fails on one rank
-    alone before a pass of its own, the others wait in that pass until `engine.timeout_s`, and the run ends.
+    Whether a probe is due has to be the same on every rank, too. Whoever has a collective to make at each step sends
+    the `votes` with it and says `agreed` what they came to: a probe is due where it is on any rank. Without that, a
+    probe's `due` must go by the step and the settings alone.
+
+    Passes that ranks make together (an engine that `gathers`) are begun and ended by all, by way of `joint`.
 
     `off` {name: reason} are the probes that are switched off on every rank.
     """
@@ -39,11 +41,14 @@ class Guard:
         device: torch.device | None = None,
         rank: int = 0,
         world: int = 1,
+        joint: Joint | None = None,
     ) -> None:
-        self.probes, self.rank, self.world = list(probes), rank, world
+        self.probes, self.rank, self.world, self.joint = list(probes), rank, world, joint
         self.device = torch.device("cpu") if device is None else device
         self.off: dict[str, str] = {}
         self._failed: dict[str, str] = {}  # here; the other ranks may not know yet
+        self._elsewhere: set[str] = set()  # on another rank, which is still to say why
+        self._due: dict[str, bool] = {}  # at the step at hand, on every rank
         self._told: set[str] = set()
         self._news: list[tuple[str, str]] = []
         self._layouts: dict[tuple[str, bool], Layout] = {}
@@ -57,12 +62,24 @@ class Guard:
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of every probe."""
         for probe in self.active:
-            self._try(probe, method, *arguments)
+            if self.joint is not None and self._makes_passes(probe, method, *arguments):
+                self._try_together(self.joint, probe, method, *arguments)
+            else:
+                self._try(probe, method, *arguments)
+
+    def votes(self, step: int) -> list[int]:
+        """Returns for each active probe whether it wants `step` measured, as a number that ranks can add up."""
+        self._due = {probe.name: self._wants(probe, step) for probe in self.active}
+        return [int(due) for due in self._due.values()]
+
+    def agreed(self, votes: Sequence[int]) -> bool:
+        """Takes the sums of such votes over ranks; returns whether a probe wants the step measured."""
+        self._due = {name: vote > 0 for name, vote in zip(self._due, votes, strict=True)}
+        return any(votes)
 
     def due(self, step: int) -> bool:
-        """Tells whether a probe wants `step` measured."""
-        wanted = [self._due(probe, step) for probe in self.active]  # all are asked: each has its own failure
-        return any(wanted)
+        """Tells whether a probe wants `step` measured, on this rank."""
+        return any(self.votes(step))
 
     def buffers(self) -> dict[str, Tensor]:
         """Returns the tensors that probes want the model to fill, by their field of `ops.statistics.Buffers`."""
@@ -73,14 +90,15 @@ class Guard:
 
     def collect(self, step: int, reduce_sum: Reduce, reduce_max: Reduce) -> list[Reading]:
         """Returns the readings of a measured step; all ranks call it together."""
-        keys = {probe.name: (probe.name, self._due(probe, step)) for probe in self.active}
+        keys = {probe.name: (probe.name, self._is_due(probe, step)) for probe in self.active}
+        self._due = {}
         given = {probe.name: self._handed(probe, keys[probe.name]) for probe in self.active if probe.name in keys}
         if self.world > 1 and any(keys[probe.name] not in self._layouts for probe in self.active):
             self._agree(reduce_sum(self._flags()).tolist(), reduce_sum, reduce_max)
             for probe in self.active:
                 self._layouts.setdefault(keys[probe.name], _layout(given[probe.name]))
         probes = self.active
-        hands = [self._zeros(keys[probe.name]) if probe.name in self._failed else given[probe.name] for probe in probes]
+        hands = [self._zeros(keys[p.name]) if self._fails(p) else given[p.name] for p in probes]
         if self.world > 1:
             hands.append({"failed": Hand(self._flags(), "sum")})
         found = transferred(hands, reduce_sum, reduce_max)
@@ -115,7 +133,7 @@ class Guard:
 
     def _try(self, probe: Probe, method: str, *arguments: Any) -> Any:
         """Returns what a method of a probe gives; None where it fails or has failed before."""
-        if probe.name in self._failed or probe.name in self.off:
+        if self._fails(probe) or probe.name in self.off:
             return None
         try:
             return getattr(probe, method)(*arguments)
@@ -123,7 +141,37 @@ class Guard:
             self._fail(probe, method, error)
             return None
 
-    def _due(self, probe: Probe, step: int) -> bool:
+    def _try_together(self, joint: Joint, probe: Probe, method: str, *arguments: Any) -> None:
+        """Calls a method that makes passes; a rank on which the probe has failed takes part to say so."""
+        try:
+            with joint.method(f"{probe.name!r}"):
+                if self._fails(probe):
+                    raise _Before
+                getattr(probe, method)(*arguments)
+        except _Before:
+            return
+        except Elsewhere:
+            self._elsewhere.add(probe.name)
+        except BrokenPass:
+            raise
+        except Exception as error:
+            if is_lost_rank(error):  # which no probe has brought about
+                raise
+            self._fail(probe, method, error)
+
+    def _makes_passes(self, probe: Probe, method: str, *arguments: Any) -> bool:
+        if not probe.passes or method not in ("attach", "after_step"):
+            return False
+        return method == "attach" or self._is_due(probe, *arguments)
+
+    def _is_due(self, probe: Probe, step: int) -> bool:
+        """Returns what ranks have agreed on; without that each asks for itself."""
+        return self._due[probe.name] if probe.name in self._due else self._wants(probe, step)
+
+    def _fails(self, probe: Probe) -> bool:
+        return probe.name in self._failed or probe.name in self._elsewhere
+
+    def _wants(self, probe: Probe, step: int) -> bool:
         """Asks a probe that has failed here alone, too: the other ranks ask theirs."""
         try:
             return bool(probe.due(step))
@@ -186,6 +234,7 @@ class Guard:
 
     def _agree(self, flags: "Sequence[float] | Array", reduce_sum: Reduce, reduce_max: Reduce) -> None:
         """Switches off what has failed on any rank, with the reason of the first such rank; `flags` are the sums."""
+        self._elsewhere.clear()
         names = [probe.name for probe, flag in zip(self.active, flags, strict=True) if flag]
         if not names:
             return
@@ -200,6 +249,10 @@ class Guard:
             reason = bytes(int(letter) for letter in row if letter).decode(errors="replace")
             self._failed.setdefault(name, reason)
             self._switch_off(name, f"rank {self.world - int(chosen)}: {reason}")
+
+
+class _Before(Exception):
+    """A probe has failed on this rank before."""
 
 
 def _layout(hands: Mapping[str, Hand]) -> Layout:

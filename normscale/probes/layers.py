@@ -30,6 +30,7 @@ class Layers(Probe):
     """
 
     name = "layers"
+    passes = True
     stopwatch: Stopwatch
 
     def __init__(self, batches: Sequence[Batch], step: int, most: int = MOST_REMOVED) -> None:

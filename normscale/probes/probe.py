@@ -125,10 +125,13 @@ class Probe:
     that a probe which fails on one rank alone holds up no other: `due` is a function of the step, and what
     `hand_over` hands over has names, shapes and reductions that depend on nothing but whether the step was due.
 
-    A probe that makes passes of its own times them with a `stopwatch`: they are no part of a training step.
+    A probe that makes passes of its own times them with a `stopwatch`: they are no part of a training step. It says
+    with `passes` that it makes some in `attach`, or in `after_step` of steps that it is due on, and nowhere else:
+    ranks may have to make them together (see `probes.joint`).
     """
 
     name: ClassVar[str]
+    passes: ClassVar[bool] = False
     stopwatch: Stopwatch | None = None
 
     def attach(self, subject: Subject) -> None:

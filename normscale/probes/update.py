@@ -20,6 +20,7 @@ class ModelUpdate(Probe):
     """
 
     name = "update"
+    passes = True
     stopwatch: Stopwatch
 
     def __init__(self, inputs: Mapping[str, Tensor], steps: Sequence[int], every: int = 0, last: int = 0) -> None:

@@ -17,7 +17,7 @@ from normscale.probes.culprit import Culprit
 from normscale.probes.guard import Guard
 from normscale.probes.ledger import reason_of
 from normscale.probes.probe import Probe
-from normscale.train.engines.engine import Engine
+from normscale.train.engines.engine import Engine, guard_of
 from normscale.train.optim import learning_rate
 from normscale.train.provenance import Provenance
 from normscale.train.recording import Recorder, Step, StepRecords
@@ -36,7 +36,7 @@ class Trainer(StepRecords):
     """
 
     def __init__(self, engine: Engine, config: RunConfig, probes: Sequence[Probe] | Guard) -> None:
-        guard = probes if isinstance(probes, Guard) else Guard(probes, engine.device, engine.rank, engine.world)
+        guard = probes if isinstance(probes, Guard) else guard_of(engine, probes)
         precision = config.precision
         scale = LossScale(precision.loss_scale) if precision.compute in SCALED else None
         super().__init__(engine, config, guard, scale, Provenance(engine, self._loss_by_itself))
@@ -62,12 +62,13 @@ class Trainer(StepRecords):
         """
         engine, train = self.engine, self.config.train
         self.attempted += 1
-        measured = self.measures(self.attempted)
+        mine = sum(batch.n_targets for batch in window), int(self.stop_wanted), *self.guard.votes(self.attempted)
+        count, stop, *votes = engine.counts(*mine)
+        self.stop_agreed = stop > 0
+        measured = self.guard.agreed(votes) or self.measures(self.attempted)
         if measured:
             self.guard.call("begin", self.attempted)
             self.guard.call("scaled_by", engine.world * (1.0 if self.scale is None else self.scale.value))
-        count, stop = engine.counts(sum(batch.n_targets for batch in window), int(self.stop_wanted))
-        self.stop_agreed = stop > 0
         total = self._forward_backward(window, count, measured)
         if self.scale is not None:
             engine.unscale(1 / self.scale.value)
@@ -152,13 +153,12 @@ class Trainer(StepRecords):
         return self.engine.late_state()
 
     def measures(self, step: int) -> bool:
-        """Tells whether `step` is measured: the first, the last, every `probes.every`, and what a probe asks for.
+        """Tells whether `step` is measured whatever probes ask for: the first, the last, and every `probes.every`.
 
         Where a loss scale begins with overflows, the steps up to the first that is applied are measured.
         """
         scheduled = step in (1, self.config.train.steps) or step % self.config.probes.every == 0
-        scheduled = scheduled or (self.scale is not None and not self.applied)
-        return self.guard.due(step) or scheduled
+        return scheduled or (self.scale is not None and not self.applied)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         """Returns the held-out loss in nats per target, the same on every rank.

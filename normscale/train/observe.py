@@ -27,25 +27,27 @@ def subject_of(engine: Engine) -> Subject:
     """Returns what the probes may look at of a model on its engine."""
     model, parameters, last_out = engine.inner, engine.parameters(), engine.output_matrix()
     squares = SiteSquares(parameters)
+    passing = nullcontext if engine.joint is None else engine.joint.passing
 
     def features(inputs: Mapping[str, Tensor]) -> Tensor:
-        with engine.aside() as quiet:
+        with engine.aside() as quiet, passing():
             return quiet.features(**inputs)
 
     def streams_between(inputs: Mapping[str, Tensor]) -> list[list[Tensor]]:
         seen: list[Tensor] = []
-        with engine.aside() as quiet:
+        with engine.aside() as quiet, passing():
             quiet.features(**inputs, outputs=seen)
         encoder = seen[: model.depth.N + 1] if model.depth.N else []
         return [side for side in (encoder, seen[len(encoder) :]) if side]
 
     def loss(inputs: Mapping[str, Tensor], targets: Tensor, skip: int | None) -> Tensor:
         with engine.aside() as quiet:
-            total = summed_loss(quiet(**inputs, skip=skip), targets)
-        return total / (targets != IGNORE).sum()
+            with passing():
+                logits = quiet(**inputs, skip=skip)
+            return summed_loss(logits, targets) / (targets != IGNORE).sum()
 
     def see_norms(inputs: Mapping[str, Tensor], see: SeeNorm) -> None:
-        with _norms_seen(model, see), _eager(model), engine.aside() as quiet:
+        with _norms_seen(model, see), _eager(model), engine.aside() as quiet, passing():
             quiet.features(**inputs)
 
     # fp8 products scale their operands one by one: what can overflow is the results, which are kept in bf16.
@@ -74,13 +76,22 @@ def subject_of(engine: Engine) -> Subject:
 
 @contextmanager
 def _norms_seen(model: Transformer, see: SeeNorm) -> Iterator[None]:
-    """Lets `see` look at the input of every norm of the passes of the block; a fused norm would hide its own."""
+    """Lets `see` look at the input of every norm of the passes of the block; a fused norm would hide its own.
+
+    What it raises is raised at the end: in the middle of a pass other ranks may wait for this one.
+    """
     names = {module: name for name, module in model.named_modules() if isinstance(module, Norm) and module.spec}
     before = {module: module.backend for module in model.modules() if isinstance(module, Norm | Opening)}
 
+    failed: list[Exception] = []
+
     def show(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(module, Norm)
-        see(names[module], module, inputs[0])
+        try:
+            if not failed:
+                see(names[module], module, inputs[0])
+        except Exception as error:
+            failed.append(error)
 
     hooks = [module.register_forward_pre_hook(show) for module in names]
     try:
@@ -91,6 +102,8 @@ def _norms_seen(model: Transformer, see: SeeNorm) -> Iterator[None]:
             module.backend = backend
         for hook in hooks:
             hook.remove()
+    if failed:
+        raise failed[0]
 
 
 def precision_seen(engine: Engine, batch: MicroBatch) -> dict[str, str]:

@@ -20,6 +20,7 @@ from normscale.data.task import load_task
 from normscale.errors import NonFiniteStop, NormscaleError, RunFailed, StoreError
 from normscale.models.builder import build
 from normscale.planned import config_hash
+from normscale.probes.joint import BrokenPass
 from normscale.tracking.files import write_whole
 from normscale.tracking.reader import RunRecord, next_attempt, read_run
 from normscale.tracking.record import Outcome
@@ -157,6 +158,8 @@ def _run(
         raise
     except NormscaleError as error:
         code = error.exit_code
+        if isinstance(error, BrokenPass):
+            recorder.event(session.trainer.attempted, "pass_broken", says=str(error))
         raise
     except Exception as error:
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):

@@ -24,7 +24,6 @@ from normscale.probes.angles import Angles
 from normscale.probes.attention import Attention
 from normscale.probes.epsilon import COLUMNS, EpsilonSensitivity
 from normscale.probes.gradients import Gradients, depth_slope
-from normscale.probes.guard import Guard
 from normscale.probes.layers import Layers
 from normscale.probes.output import OutputSoftmax
 from normscale.probes.probe import Array, Probe
@@ -34,7 +33,7 @@ from normscale.probes.weights import WeightUpdates
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SpoolWriter
 from normscale.train.checkpoint import Checkpoints, random_state, set_random_state
-from normscale.train.engines.engine import Engine
+from normscale.train.engines.engine import Engine, guard_of
 from normscale.train.engines.precision import DTYPES
 from normscale.train.identity import environment, identity
 from normscale.train.loop import Trainer
@@ -67,7 +66,7 @@ class Session:
         )
         self.held_out = held_out_batches(task, train.batch, train.eval_batches)
         self.unigram_nats = unigram_of(task, self.held_out)
-        self.guard = Guard(_probes(config, task), engine.device, engine.rank, engine.world)
+        self.guard = guard_of(engine, _probes(config, task))
         self.guard.call("attach", subject_of(engine))
         self.trainer = Trainer(engine, config, self.guard)
         self.meter = Meter(config, task.vocab, engine.device, engine.world)

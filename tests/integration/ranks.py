@@ -9,8 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_two(worker: str, *words: str, timeout: float = 100, package: str = "tests.integration") -> list[str]:
-    """Runs `python -m <package>.<worker> words` as two ranks of this machine to a good end.
+def run_two(
+    worker: str, *words: str, timeout: float = 100, package: str = "tests.integration", code: int = 0
+) -> list[str]:
+    """Runs `python -m <package>.<worker> words` as two ranks of this machine, to an end with this code.
 
     Returns what each wrote to standard error.
     """
@@ -33,5 +35,5 @@ def run_two(worker: str, *words: str, timeout: float = 100, package: str = "test
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors
+    assert [process.returncode for process in started] == [code, code], errors
     return errors

@@ -40,7 +40,8 @@ class Failing(Probe):
         original = getattr(self, method)
 
         def fail(*arguments: Any) -> Any:
-            if self.step >= self.at or method in ("meet", "buffers", "attach"):
+            step = arguments[0] if method == "due" else self.step
+            if step >= self.at or method in ("meet", "buffers", "attach"):
                 raise ZeroDivisionError("on\npurpose")
             return original(*arguments)
 

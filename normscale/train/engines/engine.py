@@ -10,6 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,9 @@ from normscale.config.schema import OptimConfig
 from normscale.models.init import weights
 from normscale.models.stack import Transformer
 from normscale.ops.products import Rounded
-from normscale.probes.probe import Parameters, Reduction
+from normscale.probes.guard import Guard
+from normscale.probes.joint import Joint
+from normscale.probes.probe import Parameters, Probe, Reduction
 from normscale.schemes.scheme import Role, Scheme, Weight
 from normscale.train.engines.precision import DTYPES, products_of, settle
 from normscale.train.flat import Fault
@@ -94,6 +97,15 @@ class Engine(ABC):
                 yield self.inner
         finally:
             self.inner.train(training)
+
+    @cached_property
+    def joint(self) -> Joint | None:
+        """What ranks say to each other around a probe's passes, where they make them together; else None."""
+        several = self.gathers and self.world > 1
+        return Joint(self.sum, self.device, self.rank, self.world, self.recover) if several else None
+
+    def recover(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Gets ready for passes again after one that has failed half-way, at one place on all ranks."""
 
     # A step.
 
@@ -236,6 +248,11 @@ class Engine(ABC):
         """Leaves the process group, if there is one."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def guard_of(engine: Engine, probes: Sequence[Probe]) -> Guard:
+    """Returns the guard of probes that look at what an engine trains."""
+    return Guard(probes, engine.device, engine.rank, engine.world, engine.joint)
 
 
 def _reduced(values: Tensor, how: Any) -> Tensor:

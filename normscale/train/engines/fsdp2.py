@@ -77,6 +77,9 @@ class FSDP2Engine(PlainEngine):
             # What is gathered around the blocks stays until a backward, and weights may change before the next pass.
             cast(FSDPModule, self.inner).reshard()
 
+    def recover(self) -> None:
+        cast(FSDPModule, self.inner).reset_iter_state()
+
     def loss_and_norm(self, total: Tensor, count: int) -> tuple[float, float]:
         square = self.flat.grad_norm().double().square()
         loss, square = self.sum(torch.stack([total.double(), square])).tolist()
