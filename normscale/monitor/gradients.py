@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normscale.monitor.pieces import grouped, is_dtensor, local, norms_of, shared_squares
+from normscale.monitor.pieces import grouped, is_dtensor, lengths_of, local, norms_of, shared_squares
 
 
 class Gradients:
@@ -28,6 +28,7 @@ class Gradients:
         self._one_kind = len(kinds) == 1 and not self.sharded
         self._scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._norms: Tensor | None = None
+        self._squares: Tensor | None = None
 
     def are(self, lists: Sequence[Sequence[Tensor]]) -> bool:
         """Returns whether these are the parameters in an optimizer's lists."""
@@ -37,7 +38,7 @@ class Gradients:
 
     def fresh(self) -> bool:
         """Forgets what is known of them, since backward has run again; returns whether there are any."""
-        self._norms = None
+        self._norms = self._squares = None
         return any(p.grad is not None for p in self.parameters)
 
     def present(self) -> list[Tensor]:
@@ -72,9 +73,18 @@ class Gradients:
     def squares(self) -> Tensor:
         """Returns this rank's share of the square of each gradient that is present; a sum over ranks gives the whole.
 
+        Worked out once a step.
+
         Shape: result [number of parameters with a gradient] fp64.
         """
-        return shared_squares(self.norms(), [grad for p in self.parameters if (grad := p.grad) is not None])
+        if self._squares is None:
+            grads = [grad for p in self.parameters if (grad := p.grad) is not None]
+            if self.device.type == "cpu":
+                norms = lengths_of(self.norms(), grads)
+            else:
+                norms = norms_of(grads, torch.float64)
+            self._squares = shared_squares(norms, grads)
+        return self._squares
 
     def norm(self) -> Tensor:
         """Returns the norm of gradients that are whole on this rank, a 0-d tensor: clip_grad_norm_'s, to the bit."""

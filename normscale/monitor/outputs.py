@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normscale.probes.lengths import length
+
 FIRST_NAMES = ("hidden_states", "last_hidden_state", "output", "h", "x")  # of a block's outputs by name, the stream
 
 
@@ -46,7 +48,7 @@ def block_statistics(x: Tensor) -> Tensor:
     low, high = torch.aminmax(x)  # a tenth of what the maximum norm takes on a CPU
     return torch.stack(
         [
-            torch.linalg.vector_norm(x, dtype=wide),
+            length(x).to(wide),
             torch.maximum(-low, high).to(wide),
             torch.count_nonzero(x - x).to(wide),  # what is not finite is NaN then, and NaN is not 0
             x.sum(dtype=wide),

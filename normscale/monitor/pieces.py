@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from normscale.probes.lengths import lost
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor, without importing what few need."""
@@ -33,15 +35,14 @@ def share_of(tensor: Tensor) -> float:
     return 1.0 / copies
 
 
-def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the L2 norm of each tensor's piece, summed in fp32 at least; 0 of an empty one.
+def norms_of(tensors: Sequence[Tensor], wide: torch.dtype = torch.float32) -> Tensor:
+    """Returns the L2 norm of each tensor's piece, summed in `wide` at least; 0 of an empty one.
 
     Shape: result [len(tensors)], on the first one's device.
     """
     pieces = [local(tensor) for tensor in tensors]
     device = pieces[0].device
     full = [piece for piece in pieces if piece.numel()]  # a rank may hold nothing of a small tensor
-    wide = torch.float32
     for dtype in {piece.dtype for piece in pieces}:
         wide = torch.promote_types(wide, dtype)
     if not full:
@@ -51,6 +52,17 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
         return norms
     places = torch.tensor([i for i, piece in enumerate(pieces) if piece.numel()], device=device)
     return torch.zeros(len(pieces), dtype=wide, device=device).index_copy_(0, places, norms)
+
+
+def lengths_of(norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the norms of tensors, of which those summed in fp32 are at hand, so that none is lost (see `lengths`).
+
+    Shape: norms, result [len(tensors)]; the result is fp64.
+    """
+    found = norms.double()
+    for i in lost(found):
+        found[i] = torch.linalg.vector_norm(local(tensors[i]), dtype=torch.float64)
+    return found
 
 
 def shared_squares(norms: Tensor, like: Sequence[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from normscale.probes.gradients import depth_slope
 from normscale.probes.headroom import Headroom
+from normscale.probes.lengths import within
 from normscale.probes.probe import Array, Hand, Probe, Reading, Subject
 
 
@@ -18,7 +19,8 @@ class Activations(Probe):
     Of the stream also the mean of all entries against the RMS, the branch's RMS against it, and its growth: the slope
     of log RMS over log site index, on the side with the head. The model fills one row for each branch and stream as it
     runs (`ops.statistics`); micro-batches are folded here, on the device. Of a scheme with several streams the first is
-    reported; the headroom is that of all.
+    reported; the headroom is that of all. An RMS below 1e-22 or above 1e19, whose squares fp32 does not hold, is given
+    as the least or the largest that its largest entry allows.
     """
 
     name = "activations"
@@ -65,7 +67,7 @@ class Activations(Probe):
         absmax = values["maxima"].reshape(self.sites, self.per_site)
         counts = dict(zip(self.positions, values["positions"], strict=True))
         entries = np.array([[counts[side]] for side in self.sides]) * self.width
-        rms = np.sqrt(squares / entries)
+        rms = within(np.sqrt(squares / entries), squares, absmax / np.sqrt(entries), absmax)
         branch, stream = rms[:, 0], rms[:, 1]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = branch / stream

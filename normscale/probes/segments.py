@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normscale.probes.lengths import lengths
 from normscale.probes.probe import Parameters
 
 LINE = 16  # entries that are taken together where not all are: a cache line of fp32 numbers
@@ -79,9 +80,7 @@ class SiteSquares:
         """
         sums = torch.zeros(self.sites, dtype=torch.float64, device=parts[0].device)
         for run, part in zip(self.runs, parts, strict=True):
-            wide = torch.promote_types(part.dtype, torch.float32)
-            norms = torch.linalg.vector_norm(part.flatten(1), dim=1, dtype=wide)
-            sums.index_add_(0, run.sites, norms.double().square() * run.weight)
+            sums.index_add_(0, run.sites, lengths(part.flatten(1)).square() * run.weight)
         return sums
 
 

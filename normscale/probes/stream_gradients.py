@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normscale.probes.lengths import within
 from normscale.probes.probe import Array, Hand, Probe, Reading, Subject
 
 
@@ -15,6 +16,8 @@ class StreamGradients(Probe):
     What is differentiated is the mean loss over the targets of the global batch; the norm is over all positions of all
     micro-batches and ranks together. Each of them holds its own part of that gradient, so that squares add up: neither
     accumulation nor ranks nor a loss scale change the number. Of a scheme with several streams the first is reported.
+    Where entries are so small that fp32 does not hold their squares, below 1e-22, the norm is given as that of the
+    largest one: the true norm is not less.
     """
 
     name = "stream_gradients"
@@ -48,8 +51,8 @@ class StreamGradients(Probe):
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         squares, nonfinite = values["sums"].reshape(self.sites, self.per_site, 2).transpose(2, 0, 1)
-        norms = np.sqrt(squares) / self.factor
         absmax = values["maxima"].reshape(self.sites, self.per_site) / self.factor
+        norms = within(np.sqrt(squares) / self.factor, squares, absmax, np.inf)
         profiles = {
             "stream_grad_norm": norms[:, 1],
             "stream_grad_absmax": absmax[:, 1],

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from normscale.probes.lengths import lengths
+
 ALIGN = 16  # fp32 numbers: every parameter starts on a 64-byte border
 
 
@@ -100,9 +102,9 @@ class FlatParameters:
             assert p.data_ptr() == self.values[start:].data_ptr(), name
             assert p.grad.data_ptr() == self.grads[start:].data_ptr(), name
 
-    def grad_norm(self) -> Tensor:
-        """Returns the L2 norm of the whole gradient, a 0-d tensor, summed in fp32 at least."""
-        norm: Tensor = torch.linalg.vector_norm(self.grads, dtype=torch.promote_types(self.grads.dtype, torch.float32))
+    def grad_norm(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the L2 norm of the whole gradient, a 0-d tensor, summed in `dtype` at least."""
+        norm: Tensor = torch.linalg.vector_norm(self.grads, dtype=torch.promote_types(self.grads.dtype, dtype))
         return norm
 
     def finite(self) -> bool:
@@ -116,8 +118,7 @@ class FlatParameters:
         """
         views = [self.grads[slice(*self.spans[name])] for group in groups for name in group]
         owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self.grads.device)
-        wide = torch.promote_types(self.grads.dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(views, 2, dtype=wide)).double()
+        norms = torch.cat([lengths(view[None]) for view in views])
         sums = torch.zeros(len(groups), dtype=torch.float64, device=self.grads.device)
         return sums.index_add_(0, owner, norms.square())
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from normscale.config.precision import PrecisionConfig
 from normscale.errors import LaunchError
 from normscale.models.stack import Transformer
+from normscale.probes.lengths import LEAST
 from normscale.train.engines.plain import PlainEngine
 from normscale.train.engines.precision import DTYPES
 from normscale.train.engines.ranks import join, own_device
@@ -81,8 +82,10 @@ class FSDP2Engine(PlainEngine):
         cast(FSDPModule, self.inner).reset_iter_state()
 
     def loss_and_norm(self, total: Tensor, count: int) -> tuple[float, float]:
-        square = self.flat.grad_norm().double().square()
-        loss, square = self.sum(torch.stack([total.double(), square])).tolist()
+        own = self.flat.grad_norm().double().square()
+        loss, square = self.sum(torch.stack([total.double(), own])).tolist()
+        if square < LEAST**2:
+            square = float(self.sum(self.flat.grad_norm(torch.float64).square()))
         return loss / count, math.sqrt(square)
 
     def finite(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from normscale.config.precision import PrecisionConfig
 from normscale.config.schema import OptimConfig
 from normscale.models.stack import Transformer
+from normscale.probes.lengths import LEAST
 from normscale.probes.probe import Parameters
 from normscale.train.engines.engine import Engine
 from normscale.train.flat import Fault, FlatParameters
@@ -45,7 +46,7 @@ class PlainEngine(Engine):
 
     def loss_and_norm(self, total: Tensor, count: int) -> tuple[float, float]:
         loss, norm = torch.stack([self.sum(total) / count, self.flat.grad_norm()]).tolist()
-        return loss, norm
+        return loss, float(self.flat.grad_norm(torch.float64)) if norm < LEAST else norm
 
     def finite(self) -> bool:
         return self.flat.finite()
