@@ -10,6 +10,7 @@ from normscale.errors import BadInput
 from normscale.monitor.engines import Attempt, Engine, Result, on_device
 from normscale.monitor.gradients import Gradients
 from normscale.monitor.report import Reason
+from normscale.monitor.zero_gradients import ZeroGradients
 from normscale.probes.ledger import resolved_norm
 
 
@@ -20,6 +21,10 @@ class DeepSpeed(Engine):
     leave the parameters alone where these are not finite: a skip can be replayed. Stage 0 in fp32 checks nothing, so
     that the gradients are looked at before. What the engine says of the norm may be -1, None, inf or of the step
     before; what cannot be known is None, never 0.
+
+    On measured steps of stages 1 to 3 the gradients of blocks are taken from where they lie. Behind Accelerate they are
+    gone when its `backward` returns, and stage 0 in bf16 or fp16 keeps them to itself: there the record has an event
+    "unavailable", and standard error a line, in place of the profile.
     """
 
     def __init__(self, model: nn.Module, engine: Any) -> None:
@@ -66,7 +71,7 @@ class DeepSpeed(Engine):
             return self._checked_step(asked)
         scale = self._scale()
         if not stepped:
-            asked.after_backward(None)
+            asked.after_backward(self._shown(scale) if asked.norm_wanted and self.stage else None)
             asked.before_step()
             engine.step()
         self.known = int(engine.global_steps)
@@ -120,6 +125,10 @@ class DeepSpeed(Engine):
     def _clipped(self, norm: float | None) -> float | None:
         clip = float(self.engine.gradient_clipping() or 0.0)
         return norm if norm is None or not clip else norm * min(1.0, clip / (norm + 1e-6))
+
+    def _shown(self, scale: float | None) -> ZeroGradients:
+        parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
+        return ZeroGradients(parameters, _device(self.engine), self.rank, scale)
 
     def _scale(self) -> float | None:
         if not self.engine.fp16_enabled():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from normscale.errors import BadInput
-from normscale.monitor.gradients import Gradients
+from normscale.monitor.gradients import Gradients, Shown
 from normscale.monitor.pieces import is_dtensor
 from normscale.monitor.report import Reason
 from normscale.probes.joint import Joint
@@ -20,7 +20,7 @@ from normscale.probes.joint import Joint
 def _nothing() -> None: ...
 
 
-def _ignored(gradients: Gradients | None) -> None: ...
+def _ignored(gradients: Shown | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Attempt:
     grad_norm: Any = None
     clip: float | None = None
     norm_wanted: bool = False
-    after_backward: Callable[[Gradients | None], None] = _ignored
+    after_backward: Callable[[Shown | None], None] = _ignored
     before_step: Callable[[], None] = _nothing
 
 

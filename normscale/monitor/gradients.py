@@ -3,12 +3,22 @@
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from normscale.monitor.pieces import grouped, is_dtensor, lengths_of, local, norms_of, shared_squares
+
+
+class Shown(Protocol):
+    """Gradients that a measured step can look at."""
+
+    device: torch.device
+
+    def present(self) -> list[Tensor]: ...
+
+    def squares(self) -> Tensor: ...
 
 
 class Gradients:
@@ -51,6 +61,10 @@ class Gradients:
 
         The values stay what they are, to the bit: this is the check of torch's GradScaler with a scale of 1, one pass
         over all tensors in place of one over each.
+
+        Tensors of a few entries cost what they cost by number: to read `.grad` takes 0.4 us and to check it 0.5 (AMD
+        EPYC), 15 ms for 16 000, which is over 2 % of a step that spends less than 50 us on each. Nothing tried is
+        faster: into one flat tensor they take 25 ms, norms by foreach 30, and they are new tensors at each step.
         """
         grads = [grad for p in self.parameters if (grad := p.grad) is not None]
         try:

@@ -20,7 +20,7 @@ from normscale.monitor.counts import OptimizerCount
 from normscale.monitor.deepspeed import DeepSpeed
 from normscale.monitor.drift import drift_of
 from normscale.monitor.engines import Attempt, Engine, Result
-from normscale.monitor.gradients import Gradients
+from normscale.monitor.gradients import Shown
 from normscale.monitor.journal import Journal
 from normscale.monitor.losses import Losses
 from normscale.monitor.parameters import BlockParameters
@@ -332,7 +332,7 @@ class Monitor:
         if rows := self._live(self.rows):
             rows.drop()
 
-    def _after_backward(self, gradients: Gradients | None) -> None:
+    def _after_backward(self, gradients: Shown | None) -> None:
         if self.parameters is not None:
             self.parameters.source = gradients
         self._call("after_backward")

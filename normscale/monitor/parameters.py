@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normscale.monitor.blocks import Places, stack_starts
 from normscale.monitor.engines import on_device, whole
-from normscale.monitor.gradients import Gradients
+from normscale.monitor.gradients import Shown
 from normscale.monitor.losses import StepProbe
 from normscale.monitor.pieces import local, norms_of, shared_squares
 from normscale.probes.gradients import Gradients as SublayerGradients
@@ -24,8 +24,8 @@ class BlockParameters(StepProbe):
     """L2 norm of the gradient of each block's parameters before clipping, and how far a step moves them.
 
     The second is the norm of a block's change over that of the block before, of steps that are applied. It takes a
-    copy of the blocks' parameters for the time of the step. Where an engine shows no gradients (DeepSpeed's), there
-    is no such profile, rather than one of zeros. A block that was taken out of the model has NaN.
+    copy of the blocks' parameters for the time of the step. Where an engine shows no gradients, as DeepSpeed's behind
+    Accelerate, there is no such profile, rather than one of zeros. A block that was taken out of the model has NaN.
 
     A loop that has measured the norm may have clipped by it: then norms are scaled to what they were.
     """
@@ -35,7 +35,7 @@ class BlockParameters(StepProbe):
     def __init__(self, inner: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device, updates: bool) -> None:
         self.blocks, self.device, self.updates = dict(blocks), device, updates
         self.places, self.last_stack = Places(inner), stack_starts(list(blocks))[-1]
-        self.source: Gradients | None = None
+        self.source: Shown | None = None
         self.given: Any = None  # the norm before clipping, of a loop that has measured it
         self.unlike = False  # whether that cannot be the norm of these gradients
         self.hidden = False  # whether the last measured step showed no gradient

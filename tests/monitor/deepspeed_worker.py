@@ -44,9 +44,17 @@ def state_of(engine: Any) -> list[torch.Tensor]:
     return [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
 
 
+def norms_of(engine: Any) -> list[float]:
+    """The norm of each block's averaged gradient, as DeepSpeed itself puts it together."""
+    from deepspeed.utils import safe_get_full_grad
+
+    blocks = [[safe_get_full_grad(p) for p in block.parameters()] for block in engine.module.blocks]
+    return [float(torch.cat([grad.flatten().double() for grad in grads]).norm()) for grads in blocks]
+
+
 def main() -> None:
     model = net(3)
-    said: dict[str, Any] = {"reports": [], "weights": [], "refused": ""}
+    said: dict[str, Any] = {"reports": [], "weights": [], "norms": [], "refused": ""}
     accelerator = optimizer = None
     if DRIVER == "accelerate":
         from accelerate import Accelerator, DeepSpeedPlugin
@@ -78,6 +86,8 @@ def main() -> None:
                 with monitor.micro_batch(batch):
                     loss = loss_fn(engine, batch)
                     engine.backward(loss)
+                if STAGE and index % 2:
+                    said["norms"].append(norms_of(engine))
                 report = monitor.step(engine, loss)
             culprit = report.culprit.fields() if report.culprit is not None else None
             said["reports"].append((report.step, report.applied, report.reason, report.grad_norm, culprit))

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,14 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("stage", "precision", "driver"),
-    [(0, "fp32", "engine"), (2, "bf16", "engine"), (1, "fp32", "accelerate"), (3, "bf16", "accelerate")],
+    [
+        (0, "fp32", "engine"),
+        (1, "fp32", "engine"),
+        (2, "bf16", "engine"),
+        (3, "fp32", "engine"),
+        (1, "fp32", "accelerate"),
+        (3, "bf16", "accelerate"),
+    ],
 )
 def test_a_skipped_step_is_explained_on_both_ranks(stage: int, precision: str, driver: str, tmp_path: Path) -> None:
     run_two("deepspeed_worker", str(stage), precision, driver, str(tmp_path), package="tests.monitor")
@@ -39,7 +47,14 @@ def test_a_skipped_step_is_explained_on_both_ranks(stage: int, precision: str, d
     found = read_run(run)
     assert found.start["engine"] == f"deepspeed-zero{stage}"
     assert (found.profiles["stream_grad_norm"].data > 0).all()
-    assert ("grad_norm" in found.profiles) == (stage == 0 and precision == "fp32")
+    assert ("grad_norm" in found.profiles) == (driver == "engine")
+    if driver == "engine" and stage:
+        measured = [step for step in found.profiles["grad_norm"].steps if step != 3]
+        wanted = np.array([one["norms"][step - 1] for step in measured])
+        rows = [found.profiles["grad_norm"].steps.index(step) for step in measured]
+        np.testing.assert_allclose(found.profiles["grad_norm"].data[rows], wanted, rtol=1e-4)
+        assert (wanted > 0).all()
+        assert measured[:2] == [1, 2]
     assert bool(events(found, "unavailable")) == ("grad_norm" not in found.profiles)
     norms = dict(zip(found.series["grad_norm"].steps, found.series["grad_norm"].values, strict=True))
     assert norms[2] > 0
