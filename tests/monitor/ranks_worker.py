@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import normscale
 from normscale.errors import NonFiniteStop
+from normscale.monitor.drift import Drift
 from tests.monitor.made import Poison, batches, loss_fn, marked, net
 
 KIND, OUT = sys.argv[1], Path(sys.argv[2])
@@ -23,6 +24,18 @@ RANK = int(os.environ["RANK"])
 
 def whole(p: Tensor) -> Tensor:
     return p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
+
+
+def fail_at(step: int) -> None:
+    """Lets the probe of the model update fail before its pass."""
+    original = Drift.after_step
+
+    def after_step(self: Drift, at: int) -> None:
+        if at == step:
+            raise RuntimeError("on purpose")
+        original(self, at)
+
+    Drift.after_step = after_step  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -48,10 +61,11 @@ def main() -> None:
     if accelerator is not None:
         model, optimizer = accelerator.prepare(inner, optimizer)
     Poison(inner, "blocks.1.proj")
-    monitor = normscale.Monitor(
-        model, loss_fn, runs=OUT / "runs", every=2, on_nonfinite=2, clip=0.05 if KIND == "fsdp2" else None
-    )
     data = batches(20, seed=10 + RANK)
+    more: dict[str, Any] = {"clip": 0.05, "update_batch": data[0]} if KIND == "fsdp2" else {}
+    monitor = normscale.Monitor(model, loss_fn, runs=OUT / "runs", every=2, on_nonfinite=2, **more)
+    if KIND == "fsdp2" and RANK == 1:
+        fail_at(6)
     said: dict[str, Any] = {"run_id": monitor.run_id, "reports": [], "weights": [], "stopped": ""}
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     windows = [data[i : i + 2] for i in range(0, 20, 2)]

@@ -74,6 +74,15 @@ def test_all_ranks_write_one_run(kind: str, trained: Any) -> None:
     assert found.series["grad_norm"].values[0] == pytest.approx(one["reports"][0][3], rel=1e-6)
 
 
+def test_a_pass_that_one_rank_cannot_make_holds_up_no_other(trained: Any) -> None:
+    """Under FSDP2 ranks gather weights in it; training goes on, as the other tests of this kind say."""
+    found = trained("fsdp2")[2]
+    (off,) = events(found, "probe_off")
+    assert (off["step"], off["probe"]) == (6, "update")
+    assert off["reason"] == "rank 1: after_step: RuntimeError: on purpose"
+    assert found.series["update"].steps == [1, 2, 4]
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_gradients_of_blocks_are_those_of_the_mean_over_ranks(kind: str, trained: Any) -> None:
     """Plain autograd of what each rank does alone: its loss counts for a half of the whole."""
