@@ -58,6 +58,7 @@ case "$code" in # a failure is told above what Slurm's signals give, as Slurm ke
 254) code=1 ;;
 19[3-9] | 2[0-5][0-9]) code=$((code - 192)) ;;
 esac
+[ "$code" -ne 137 ] || say "a task was killed outright (SIGKILL), often for want of memory"
 # 143: told to stop, with a checkpoint written. Slurm does not queue a job again that ends by itself in time.
 if [ "$code" -eq 143 ]; then
     say "stopped with a checkpoint; it is queued again"
