@@ -73,8 +73,13 @@ class Block(nn.Module):
     def structure(self) -> str:
         """Returns a text that two blocks share exactly when one compiled graph serves both.
 
-        It holds module types and options, and shapes of parameters and constants, but no value and no position.
+        It holds module types and options, and shapes of parameters and constants, but no value and no position; and
+        the norms that come after its sites, whosoever they are.
         """
-        modules = [f"{name}:{type(module).__name__}({module.extra_repr()})" for name, module in self.named_modules()]
+        after = ((f"{name}.after", sublayer.own.after) for name, sublayer in zip(self.sublayers, self, strict=True))
+        named = [*self.named_modules(), *after]
+        modules = [
+            f"{name}:{type(module).__name__}({module.extra_repr()})" for name, module in named if module is not None
+        ]
         tensors = [f"{name}{tuple(t.shape)}" for name, t in (*self.named_parameters(), *self.named_buffers())]
         return ";".join(modules + tensors)

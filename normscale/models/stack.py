@@ -1,6 +1,7 @@
 """The Transformer: embeddings, a flat list of blocks, a head; with an encoder, a decoder, or both."""
 
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -51,7 +52,6 @@ class Transformer(nn.Module):
         config = plan.config
         self.scheme, self.depth, self.d, self.context = plan.scheme, plan.depth, config.d, config.context
         self.checkpointing = config.checkpointing
-        self.structures = len({block.structure() for block in blocks})
 
         def table(rows: int, wanted: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(rows, config.d)) if wanted else None
@@ -73,6 +73,8 @@ class Transformer(nn.Module):
         self.register_buffer("rotary_sin", tables[1], persistent=False)
         waves = sinusoids(config.context, config.d) if config.positions == "sinusoidal" else None
         self.register_buffer("sinusoids", waves, persistent=False)
+        self.join_blocks(not self.checkpointing)
+        self.structures = len({block.structure() for block in blocks})
 
     def sites(self) -> list[Site]:
         """Returns all sites in the order they run."""
@@ -85,6 +87,21 @@ class Transformer(nn.Module):
     def named_sublayers(self) -> list[tuple[str, Sublayer]]:
         """Returns all sublayers with the names of their modules, in the order they run."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Sublayer)]
+
+    def join_blocks(self, joined: bool) -> None:
+        """Tells every site which norm comes after it (`Own.after`): of the next block too where blocks are `joined`.
+
+        Apart, a block needs no other block's parameters, and hands on the stream alone. So it is for engines that
+        gather parameters block by block, and for checkpointing, which would keep the norm beside the stream.
+        """
+        sides: dict[str, list[Sublayer]] = {}
+        for sublayer in self.sublayers():
+            sides.setdefault(sublayer.site.side, []).append(sublayer)
+        for side, sublayers in sides.items():
+            ends = self.ends if self.source_ends is None or side == "decoder" else self.source_ends
+            ring = [(None, ends), *((s.site.block, s.own) for s in sublayers), (None, ends)]
+            for (block, own), (next_block, after) in pairwise(ring):
+                own.precede(self.scheme.seen_through(after) if joined or block == next_block else None)
 
     def site_parameters(self) -> list[list[str]]:
         """Returns, for every site, the names of its sublayer's parameters (branch and what the scheme owns there)."""

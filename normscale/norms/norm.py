@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 import normscale.norms as package
 from normscale.config.values import Section
+from normscale.ops.add_norm import add_norm
 from normscale.ops.backends import Backend, choose
 from normscale.ops.handles import Handle, Opening, residual_norm_handle
 from normscale.ops.norm import norm as fused_norm
 from normscale.ops.peers import norm as peer_norm
-from normscale.ops.residual import scaled_residual
+from normscale.ops.residual import added, scaled_residual
 from normscale.ops.residual_norm import residual_norm
 from normscale.ops.spec import NormSpec
 from normscale.ops.statistics import Statistics
@@ -76,6 +77,26 @@ class Norm(nn.Module):
         if statistics is not None:
             statistics.write(z, y)
         return y
+
+    def add(self, residual: Tensor, branch: Tensor, statistics: Statistics | None = None) -> tuple[Tensor, ...]:
+        """Returns residual + branch and, where one kernel makes both, its norm; z of the statistics is the sum.
+
+        Shape: residual, branch [..., D]; results [..., D].
+        """
+        backend = "eager"
+        if self.backend != "auto" or not branch.is_cpu:
+            backend = self.backend_for(branch, residual)
+        if backend == "triton" and self.spec is not None:
+            return add_norm(residual, branch, self.gamma, self.bias, self.spec, backend="triton", statistics=statistics)
+        return (added(residual, branch, statistics),)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns what `add` does of a sum that is there already: `x` and, where norms are fused, its norm.
+
+        Shape: x [..., D]; results [..., D].
+        """
+        fused = (self.backend != "auto" or not x.is_cpu) and self.backend_for(x) == "triton"
+        return (x, self(x)) if fused else (x,)
 
     def opening(self, alpha: float) -> nn.Module:
         """Returns what a stack of `residual` begins with: see `ops.handles.Opening`. `alpha` is the first site's."""

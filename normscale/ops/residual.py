@@ -1,7 +1,21 @@
-"""The residual sum of the Post-Norm family: alpha * residual + branch."""
+"""Residual sums: residual + branch, and that of the Post-Norm family, alpha * residual + branch."""
 
 import torch
 from torch import Tensor
+
+from normscale.ops.statistics import Statistics
+
+
+def added(residual: Tensor, branch: Tensor, statistics: Statistics | None = None) -> Tensor:
+    """Returns z = residual + branch, in the wider dtype of the two.
+
+    Shape: residual, branch [..., D]; result [..., D].
+    """
+    z = residual + branch
+    if statistics is not None:
+        z = statistics.watch(z)
+        statistics.write(z, None)
+    return z
 
 
 def scaled_residual(residual: Tensor, branch: Tensor, alpha: Tensor) -> Tensor:

@@ -80,10 +80,10 @@ class Statistics:
         if self.rows.device != x.device:
             raise BadInput(f"{name}: rows of the statistics are on {self.rows.device} and x on {x.device}")
 
-    def write(self, z: Tensor, y: Tensor) -> None:
-        """Writes what is asked of a forward pass."""
+    def write(self, z: Tensor, y: Tensor | None) -> None:
+        """Writes what is asked of a forward pass; y is None where there is none."""
         for index, tensor in ((self.z, z), (self.y, y)):
-            if index is not None:
+            if index is not None and tensor is not None:
                 write_row(self.rows, index, tensor)
 
     def watch(self, z: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from normscale.ops.statistics import Statistics
 from normscale.schemes.pre import PreNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Site, Streams
@@ -20,5 +21,5 @@ class PeriNorm(PreNorm):
     def own(self, depth: Depth, site: Site, make: Make) -> Parts:
         return {"norm": make.norm(), "out_norm": make.norm()}
 
-    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
-        return (streams[0] + own.module("out_norm")(out),)
+    def write(self, streams: Streams, out: Tensor, own: Own, statistics: Statistics | None = None) -> Streams:
+        return super().write(streams, own.module("out_norm")(out), own, statistics)

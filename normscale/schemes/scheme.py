@@ -124,11 +124,18 @@ class Own(nn.Module):
 
     Constants are tensors, not Python numbers, so that one compiled graph serves all depths. They are buffers outside
     the state dict: they follow from the configuration.
+
+    `after` is the norm that what comes next on the same side sees the stream through (see `Scheme.seen_through`), for
+    `write` to make in one kernel with its sum. It is another site's own and no part of this one: no name of a parameter
+    leads through it.
     """
+
+    after: Any
 
     def __init__(self, kind: str, parts: Parts) -> None:
         super().__init__()
         self.kind = kind
+        self.precede(None)
         for name, part in parts.items():
             if isinstance(part, nn.Parameter):
                 self.register_parameter(name, part)
@@ -136,6 +143,10 @@ class Own(nn.Module):
                 self.add_module(name, part)
             else:
                 self.register_buffer(name, torch.tensor(part, dtype=torch.float32), persistent=False)
+
+    def precede(self, norm: nn.Module | None) -> None:
+        """Sets `after`; not as a module of this one, which it would be registered as."""
+        object.__setattr__(self, "after", norm)
 
     def has(self, name: str) -> bool:
         """Tells whether the site owns a part called `name`; an exception site is one that lacks it."""
@@ -265,6 +276,13 @@ class Scheme:
         """
         x: Tensor = streams[0]
         return x
+
+    def seen_through(self, own: Own) -> nn.Module | None:
+        """Returns the norm that `read` of a site, or `exit` of a stack, has for the stream; None where there is none.
+
+        The site before may carry its result, made in one kernel with the sum (`Own.after`): see `PreNorm`.
+        """
+        return None
 
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
         """Returns the streams after the branch output `out` has joined them.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from normscale.config.precision import PrecisionConfig
 from normscale.config.schema import ModelConfig
 from normscale.models import stack
 from normscale.models.attention import Context, rotary_tables, rotate
@@ -15,6 +16,7 @@ from normscale.models.builder import build
 from normscale.models.feedforward import default_ffn_width
 from normscale.models.init import weights
 from normscale.schemes import Depth, Role, Scheme, Site, registry
+from normscale.train.engines.plain import PlainEngine
 
 SMALL = {"M": 2, "d": 16, "heads": 2, "context": 8}
 
@@ -135,6 +137,34 @@ def test_a_block_is_passed_over_and_outputs_are_those_after_every_block(N: int, 
         assert torch.equal(outputs[before + 1], outputs[before])
         assert not torch.equal(x, want)
         assert torch.equal(model(tokens, **beside, skip=skip), F.linear(x, model.token))
+
+
+@pytest.mark.parametrize(("N", "M"), [(0, 3), (3, 0), (2, 3)])
+def test_a_site_knows_the_norm_that_comes_after_it(N: int, M: int) -> None:
+    model = build(ModelConfig(**SMALL | {"N": N, "M": M}, scheme="pre"), 32, 0)
+    owns, ends = [s.own for s in model.sublayers()], model.ends
+    cut = 2 * N if N and M else len(owns)
+    sides = [(owns[:cut], model.source_ends if N and M else ends), (owns[cut:], ends)]
+    for own, last in sides:
+        for i, one in enumerate(own):
+            assert one.after is (own[i + 1] if i + 1 < len(own) else last).module("norm")
+        if own:
+            assert last.after is own[0].module("norm")
+    assert not any("after" in name for name, _ in model.named_modules(remove_duplicate=False))
+    assert model.structures == (2 if N and M else 1)
+
+
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {}])
+def test_blocks_that_are_on_their_own_know_no_norm_of_another(options: Any) -> None:
+    class Gathering(PlainEngine):
+        gathers = True
+
+    model = build(ModelConfig(**SMALL, scheme="pre", **options), 32, 0)
+    if not options:
+        Gathering(model, PrecisionConfig(), torch.device("cpu"))
+    owns = [s.own for s in model.sublayers()]
+    assert model.ends.after is None
+    assert [own.after for own in owns] == [owns[1].module("norm"), None, owns[3].module("norm"), None]
 
 
 def test_the_stream_starts_at_unit_rms() -> None:

@@ -38,7 +38,8 @@ class Engine(ABC):
         rank, world: which of how many.
         sharded: whether each rank holds a part of the weights and of the optimizer's state, and not all of them. What
             is summed over them is then summed over ranks; else every rank has the sum.
-        gathers: whether ranks work together within forward and backward passes, so that all make the same ones.
+        gathers: whether ranks work together within forward and backward passes, so that all make the same ones. A
+            block's parameters are then there while it runs, and no other's.
         inner: the model itself; its `features` and calls work outside of training, too (see `aside`).
         model: what a training step calls.
         shapes: the shape of every trained parameter, whole, by name, in model order.
@@ -57,6 +58,8 @@ class Engine(ABC):
         self.device, self.precision = device, precision
         self.products = products_of(precision, device.type)
         self.inner = model.to(device)
+        if self.gathers:
+            self.inner.join_blocks(False)
         settle(self.inner, precision, self.products)
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = precision.tf32

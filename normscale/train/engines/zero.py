@@ -48,9 +48,9 @@ class ZeroEngine(Engine):
 
     def __init__(self, model: Transformer, config: RunConfig) -> None:
         self.rank, self.world = join(config.engine.timeout_s)
-        super().__init__(model, config.precision, own_device())
         self.stage, self.clip = config.engine.zero, config.train.optim.clip or 0.0
         self.sharded, self.gathers = self.stage > 0, self.stage == 3
+        super().__init__(model, config.precision, own_device())
         self.native = native_bf16(config)
         self.uncompiled = self.stage == 3 and uncompiled(model)
         if self.uncompiled and self.rank == 0:

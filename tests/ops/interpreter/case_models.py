@@ -62,12 +62,14 @@ def test_a_model_on_the_kernels_is_the_eager_one(scheme: str, norm: str, topolog
     for field, values in found._asdict().items():
         bound = 0.0 if field == "grad_rows" else 1e-5
         torch.testing.assert_close(values, getattr(expected, field), rtol=1e-4, atol=bound, msg=field)
+    assert (expected.grad_rows[1 :: eager.rows_per_site, 0] > 0).all()  # type: ignore[index]
     check_gradients(fused, eager, 1e-5)
 
 
 @pytest.mark.parametrize("options", [{"checkpointing": True}, {"norm_options": {"gain": False, "bias": False}}])
-def test_checkpointed_and_bare_norms(options: dict[str, Any]) -> None:
-    eager, fused = (model_of(backend, M=2, scheme="deepnorm", **options) for backend in ("eager", "triton"))
+@pytest.mark.parametrize("scheme", ["deepnorm", "pre", "peri"])
+def test_checkpointed_and_bare_norms(scheme: str, options: dict[str, Any]) -> None:
+    eager, fused = (model_of(backend, M=2, scheme=scheme, **options) for backend in ("eager", "triton"))
     for model in (eager, fused):
         steps_of(model, both=False)
     check_gradients(fused, eager, 1e-5)
@@ -93,6 +95,41 @@ def test_the_post_norm_family_goes_through_handles(monkeypatch: pytest.MonkeyPat
     assert len(called) == 4
     steps_of(model_of("eager", M=2, scheme="deepnorm"), both=False)
     assert len(called) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "joins"),
+    [({"M": 3}, 6), ({"N": 1, "M": 1}, 5), ({"M": 3, "checkpointing": True}, 3), ({"M": 3, "backend": "eager"}, 0)],
+    ids=["decoder", "both", "checkpointed", "eager"],
+)
+@pytest.mark.parametrize("scheme", ["pre", "peri"])
+def test_a_pre_norm_sum_is_made_with_the_norm_after_it(
+    scheme: str, options: dict[str, Any], joins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel a site; checkpointed blocks hand on the stream alone."""
+    called: list[bool] = []
+    real = norms.add_norm
+    monkeypatch.setattr(norms, "add_norm", lambda *a, **k: called.append(True) or real(*a, **k))
+    model = model_of(**{"backend": "triton", "scheme": scheme} | options)
+    with torch.no_grad():
+        model(TOKENS, **({"source_BS": SOURCE} if "N" in options else {}))
+    assert len(called) == joins
+
+
+@pytest.mark.parametrize("scheme", ["pre", "peri"])
+def test_a_pre_norm_stack_goes_on_from_its_stream_alone(scheme: str) -> None:
+    """Without a block, whose site carries no norm on; and with blocks apart, as where they are gathered one by one."""
+    eager, fused = (model_of(backend, M=3, scheme=scheme) for backend in ("eager", "triton"))
+    for skip, joined in [(0, True), (1, True), (2, True), (None, False)]:
+        fused.join_blocks(joined)
+        for model in (eager, fused):
+            model.zero_grad()
+            model(TOKENS, skip=skip).square().mean().backward()
+            for block in [] if skip is None else [model.blocks[skip]]:
+                assert all(p.grad is None or not p.grad.any() for p in block.parameters())
+                for p in block.parameters():
+                    p.grad = torch.zeros_like(p)
+        check_gradients(fused, eager, 1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["deepnorm", "pre"])
