@@ -103,8 +103,9 @@ def as_rows(x: Tensor) -> Tensor:
     """Returns `x` as a matrix of rows whose neighbours are neighbours in memory.
 
     Rows at one distance are taken as they lie, padded ones and slices of columns too. Anything else is copied, a whole
-    pass: columns with a stride, and leading dimensions that are not one stride, such as QK-norm's transposed
-    [B, H, T, K].
+    pass: columns with a stride, and leading dimensions that are not one stride. Among the latter is QK-norm's
+    [B, H, T, K] out of the product of q, k and v, which lies at three distances; at two in the order of memory,
+    [B, T, H, K], in which results and gradients would have to be laid out as well.
 
     Shape: x [..., D]; result [M, D] with stride 1 in D.
     """
