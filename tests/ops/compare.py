@@ -122,15 +122,16 @@ def check(
         floor = max(scale.get(name, 0.0), least)
         found = distance(value, want[name], floor)
         bound = bounds[value.dtype]
-        if value.dtype is not torch.float32:  # a few rounded numbers are not an average: one alone may be off by twice
-            bound *= 1 + 2 / max(1, value.numel()) ** 0.5
+        if value.dtype is not torch.float32:
+            # Few rounded numbers are not an average: one alone may be off by twice. Seen: 2.5 % over, of 17 in fp16.
+            bound *= 1 + 1 / max(1, value.numel()) ** 0.5
         assert found <= bound, f"{name}: {found:.2e} from fp64, bound {bound:.1e}"
         if name in eager and value.dtype in (torch.float16, torch.bfloat16):
             if INTERPRETED and value.dtype is torch.bfloat16:
                 continue
             best = distance(eager[name], want[name], floor)
-            # The same rounding of two fp32 results that differ in their last bit; anything systematic is beyond 2 %.
-            assert found <= 1.02 * best + 1e-9, f"{name}: {found:.2e} from fp64, eager only {best:.2e}"
+            # Two fp32 results that differ in their last bit are rounded apart now and then: 0.001 % at most was seen.
+            assert found <= 1.001 * best + 1e-9, f"{name}: {found:.2e} from fp64, eager only {best:.2e}"
     for name in ("y", "z"):
         assert name not in got or got[name].dtype is stream_dtype(problem), f"{name} is {got[name].dtype}"
     for name in problem.inputs:

@@ -7,7 +7,7 @@ from torch import Tensor
 from normscale.ops.handles import open_handle, residual_norm_handle
 from normscale.ops.residual_norm import residual_norm
 from normscale.ops.spec import NormSpec
-from tests.ops.compare import DEVICE, distance
+from tests.ops.compare import DEVICE, ROUNDING, SUMMED, distance
 
 SITES, WIDTH = 5, 48
 KINDS = ("layernorm", "rmsnorm")
@@ -64,13 +64,14 @@ def test_a_stack_with_handles_has_the_gradients_of_the_plain_one(vector: bool, k
     exact, plain, fused = (leaves(given, double) for double in (True, False, False))
     want = gradients(chain(exact, kind), exact)
     y = handled(fused, kind)
-    assert distance(y.detach().cpu(), chain(exact, kind).detach().cpu()) < 1e-6
+    assert distance(y.detach().cpu(), chain(exact, kind).detach().cpu()) < ROUNDING[torch.float32]
     without = gradients(chain(plain, kind, "triton"), plain)
     for name, a, b, c in zip(range(99), want, gradients(y, fused), without, strict=False):
         if a.norm() == 0:
             continue
         found, other = distance(b.cpu(), a.cpu()), distance(c.cpu(), a.cpu())
-        assert found < 2e-6, f"gradient {name}: {found:.1e} from fp64 ({other:.1e} without handles)"
+        # The same as without handles: through five products and norms 7e-7 of a weight's, which sums over rows.
+        assert found < SUMMED[torch.float32], f"gradient {name}: {found:.1e} from fp64 ({other:.1e} without handles)"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -80,7 +81,7 @@ def test_half_precision_is_no_worse_than_without_handles(dtype: torch.dtype) -> 
     want = gradients(chain(exact, "layernorm"), exact)
     without, got = gradients(chain(plain, "layernorm", "triton"), plain), gradients(handled(fused, "layernorm"), fused)
     for a, b, c in zip(want, got, without, strict=True):
-        assert distance(b.cpu(), a.cpu()) <= 1.25 * distance(c.cpu(), a.cpu()) + 1e-9
+        assert distance(b.cpu(), a.cpu()) <= 1.01 * distance(c.cpu(), a.cpu()) + 1e-9  # seen: 1.005
 
 
 def test_a_site_whose_result_goes_only_into_the_next_residual_and_one_whose_handle_is_dropped() -> None:
@@ -100,4 +101,4 @@ def test_a_site_whose_result_goes_only_into_the_next_residual_and_one_whose_hand
         loss = (y.double() * torch.arange(y.numel(), device=y.device).view_as(y).cos()).sum()
         results.append(torch.autograd.grad(loss, [x, g["w"][0], g["gamma"][0], g["bias"][0]]))
     for want, got in zip(*results, strict=True):
-        assert distance(got.cpu(), want.cpu()) < 2e-6
+        assert distance(got.cpu(), want.cpu()) < SUMMED[torch.float32]

@@ -28,7 +28,7 @@ def measured(one: Problem) -> tuple[dict[str, Tensor], Statistics]:
 
 
 def assert_near(found: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(found.cpu(), want, rtol=2e-6, atol=1e-30, equal_nan=True)
+    torch.testing.assert_close(found.cpu(), want, rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
