@@ -45,9 +45,9 @@ class _Fused(torch.autograd.Function):
         seed: Tensor | None,
         token: Tensor | None,
         next_alpha: Tensor | None,
+        eps: Tensor,
         dropout: float,
         kind: Kind,
-        eps: float,
         zero_centred: bool,
         store_z: bool,
         rows: Tensor | None,
@@ -57,13 +57,13 @@ class _Fused(torch.autograd.Function):
         dz_index: Tensor | None,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.norm = (float(dropout), kind, float(eps), zero_centred)
+        ctx.norm = (float(dropout), kind, zero_centred)
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype
         ctx.scaled, ctx.handed_on = alpha is not None and token is None, token is not None
         ctx.grad_rows, ctx.dz_index = grad_rows, dz_index
         measured = rows is not None and z_index is not None, rows is not None and y_index is not None
         y, z, moments, z_partials, y_partials = _ops.norm_forward(
-            x, residual, alpha, gamma, bias, seed, *ctx.norm, store_z, *measured
+            x, residual, alpha, gamma, bias, seed, eps, *ctx.norm, store_z, *measured
         )
         for partials, index, wanted in zip((z_partials, y_partials), (z_index, y_index), measured, strict=True):
             if wanted:
@@ -137,8 +137,14 @@ def _apply(
     given: tuple[Tensor | None, ...] = tensors
     if torch.compiler.is_compiling():
         given, where = _distinct(given), _distinct(where)
-    constants = (float(dropout), spec.kind, spec.eps, spec.zero_centred, store_z)
+    # Eager mode makes it anew: a tensor of before a FakeTensorMode does not go with those of within.
+    eps = spec.eps_tensor if torch.compiler.is_compiling() else _on_host(spec.eps)
+    constants = (eps, float(dropout), spec.kind, spec.zero_centred, store_z)
     return _Fused.apply(*given, *constants, *where)  # type: ignore[no-untyped-call]
+
+
+def _on_host(eps: float) -> Tensor:
+    return torch.tensor(eps, dtype=torch.float32, device="cpu")
 
 
 def _distinct(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -33,12 +33,12 @@ from normscale.ops.tiling import forward_tiling
 _LIBRARY = torch.library.Library("normscale", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "norm_forward(Tensor x, Tensor? residual, Tensor? alpha, Tensor? gamma, Tensor? bias, Tensor? seed, "
-    "float dropout, str kind, float eps, bool zero_centred, bool store_z, bool measure_z, bool measure_y) "
+    "Tensor eps, float dropout, str kind, bool zero_centred, bool store_z, bool measure_z, bool measure_y) "
     "-> (Tensor y, Tensor z, Tensor moments, Tensor z_partials, Tensor y_partials)"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "norm_backward(Tensor dy, Tensor? dhandle, Tensor? next_alpha, Tensor? dz, Tensor x, Tensor? residual, "
-    "Tensor? alpha, Tensor? gamma, Tensor? seed, Tensor moments, float dropout, str kind, float eps, "
+    "Tensor? alpha, Tensor? gamma, Tensor? seed, Tensor moments, float dropout, str kind, "
     "bool zero_centred, ScalarType? dx_dtype, ScalarType? dresidual_dtype, bool scale_residual, bool want_dgamma, "
     "bool want_dbias, bool want_dalpha, bool measure_dz) "
     "-> (Tensor dx, Tensor dresidual, Tensor dgamma, Tensor dbias, Tensor dalpha, Tensor dz_partials)"
@@ -63,9 +63,9 @@ def _shapes_forward(
     gamma: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
+    eps: Tensor,
     dropout: float,
     kind: Kind,
-    eps: float,
     zero_centred: bool,
     store_z: bool,
     measure_z: bool,
@@ -87,7 +87,7 @@ def _shapes_forward(
 
 
 def _forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    alpha, gamma, bias, seed, dropout, kind, eps, zero_centred, store_z, measure_z, measure_y = rest
+    alpha, gamma, bias, seed, eps, dropout, kind, zero_centred, store_z, measure_z, measure_y = rest
     results = y, z, moments, z_partials, y_partials = _shapes_forward(x, residual, *rest)
     if y.numel() == 0:
         return results
@@ -99,7 +99,7 @@ def _forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, ..
             _dense(gamma),
             seed,
             dropout,
-            NormSpec(kind, eps, zero_centred),
+            NormSpec(kind, float(eps), zero_centred),
         ),
         _dense(bias),
         as_rows(y),
@@ -128,7 +128,6 @@ def _shapes_backward(
     moments: Tensor,
     dropout: float,
     kind: Kind,
-    eps: float,
     zero_centred: bool,
     dx_dtype: torch.dtype | None,
     dresidual_dtype: torch.dtype | None,
@@ -141,7 +140,7 @@ def _shapes_backward(
     """Returns the results of a backward pass, allocated; an empty one is not wanted."""
     programs = 0
     if measure_dz:  # as in the forward pass
-        inputs = Inputs(x, residual, alpha, gamma, seed, dropout, NormSpec(kind, eps, zero_centred))
+        inputs = Inputs(x, residual, alpha, gamma, seed, dropout, NormSpec(kind, 0.0, zero_centred))
         gradients, affine = Gradients(dy, dhandle, next_alpha, dz), want_dgamma or want_dbias
         programs = backward_plan(
             inputs, gradients, measured=True, want_affine=affine, want_alpha=want_dalpha
@@ -175,8 +174,8 @@ def _empty_backward(
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
-    dy, dhandle, next_alpha, dz, x, residual, alpha, gamma, seed, moments, dropout, kind, eps, zero_centred = given[:14]
-    dx_dtype, dresidual_dtype, scale_residual, want_dgamma, want_dbias, want_dalpha, measure_dz = given[14:]
+    dy, dhandle, next_alpha, dz, x, residual, alpha, gamma, seed, moments, dropout, kind, zero_centred = given[:13]
+    dx_dtype, dresidual_dtype, scale_residual, want_dgamma, want_dbias, want_dalpha, measure_dz = given[13:]
     inputs = Inputs(
         as_rows(x),
         None if residual is None else as_rows(residual),
@@ -184,7 +183,7 @@ def _backward(*given: Any) -> tuple[Tensor, ...]:
         _dense(gamma),
         seed,
         dropout,
-        NormSpec(kind, eps, zero_centred),
+        NormSpec(kind, 0.0, zero_centred),  # eps is in the moments
     )
     gradients = Gradients(
         as_rows(dy),

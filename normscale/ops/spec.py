@@ -1,6 +1,6 @@
 """What a norm is, apart from its weights; and the shapes that the operations of this folder accept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
@@ -19,7 +19,8 @@ SMALLEST_EPS = torch.finfo(torch.float32).tiny
 class NormSpec:
     """A norm over the last dimension: its kind, eps inside the root, and whether the gain is 1 + gamma.
 
-    The 1 of a zero-centred gain is added in fp32, since 1 + 0.0039 is 1 in bf16.
+    The 1 of a zero-centred gain is added in fp32, since 1 + 0.0039 is 1 in bf16. `eps_tensor` is eps for compiled
+    graphs, which have a number of Python's built in: 0-d fp32, on the CPU, where a kernel's launch reads it.
 
     Raises:
         BadInput: the kind is unknown, or eps is negative, not finite, or below fp32's normal numbers without being 0.
@@ -28,12 +29,14 @@ class NormSpec:
     kind: Kind
     eps: float
     zero_centred: bool = False
+    eps_tensor: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("layernorm", "rmsnorm"):
             raise BadInput(f"norm: kind {self.kind!r} is neither 'layernorm' nor 'rmsnorm'")
         if not isfinite(self.eps) or self.eps < 0 or 0 < self.eps < SMALLEST_EPS:
             raise BadInput(f"norm: eps={self.eps!r} must be 0 or a finite number from {SMALLEST_EPS:.2g} up")
+        object.__setattr__(self, "eps_tensor", torch.tensor(self.eps, dtype=torch.float32, device="cpu"))
 
 
 def one_plus(gamma: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def _traced(found: Skeleton, config: RunConfig, run: Pass) -> list[Moment]:
         settle(model, precision, products)
         _choose_norms(model, config, run.device)
         model.checkpointing = run.checkpointing
+        model.join_blocks(not run.checkpointing)
         model.train(run.backward)
         weights = list(model.parameters())
         gradients = [torch.empty_like(parameter) for parameter in weights]  # they are there before the pass

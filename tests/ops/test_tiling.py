@@ -70,7 +70,7 @@ def test_a_folded_handle_leaves_a_row_of_partials_for_every_program(width: int, 
     next_alpha = torch.empty((width,) if vector else (), device="meta")
     spec, moments = NormSpec("rmsnorm", 1e-5), torch.empty(1, rows, device="meta")
     *_, dz_partials = torch.ops.normscale.norm_backward(
-        dy, dh, next_alpha, None, x, x, alpha, gamma, None, moments, 0.0, spec.kind, spec.eps, False,
+        dy, dh, next_alpha, None, x, x, alpha, gamma, None, moments, 0.0, spec.kind, False,
         None, None, False, True, False, False, True,
     )  # fmt: skip
     inputs, gradients = Inputs(x, x, alpha, gamma, None, 0.0, spec), Gradients(dy, dh, next_alpha)

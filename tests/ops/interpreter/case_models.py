@@ -147,6 +147,11 @@ def test_one_graph_for_each_structure(scheme: str, monkeypatch: pytest.MonkeyPat
     assert counters["stats"]["unique_graphs"] == compiled.structures == 1
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     check_gradients(compiled, eager, 1e-6)
+    eager, compiled = model_of("triton", **options, eps=0.5), model_of("triton", **options, eps=0.5, compile=True)
+    (other, _), (got, _) = (steps_of(model, both=False) for model in (eager, compiled))
+    assert counters["stats"]["unique_graphs"] == 1  # for every eps
+    assert abs(other - want) > 1e-3
+    torch.testing.assert_close(got, other, rtol=1e-6, atol=0)
 
 
 def test_a_run_records_that_the_kernels_ran_and_has_eagers_losses(tmp_path: Path) -> None:

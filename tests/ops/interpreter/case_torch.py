@@ -54,9 +54,9 @@ def test_the_registered_operations_pass_opcheck(stored: bool) -> None:
         gamma,
         bias,
         None,
+        torch.tensor(1e-5),
         0.0,
         "layernorm",
-        1e-5,
         False,
         stored,
         True,
@@ -64,7 +64,7 @@ def test_the_registered_operations_pass_opcheck(stored: bool) -> None:
     )
     torch.library.opcheck(ops.norm_forward.default, forward, test_utils=tests)
     y, z, moments, *_ = ops.norm_forward(*forward)
-    options = (0.0, "layernorm", 1e-5, False, torch.float32, None if stored else torch.float32, True, True, True)
+    options = (0.0, "layernorm", False, torch.float32, None if stored else torch.float32, True, True, True)
     saved = (z, None, None) if stored else (x, residual, alpha)
     backward = (y, None, None, z if stored else None, *saved, gamma, None, moments, *options, not stored, True)
     torch.library.opcheck(ops.norm_backward.default, backward, test_utils=tests)
