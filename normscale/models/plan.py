@@ -9,7 +9,7 @@ from torch import nn
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError, nearest
-from normscale.models.feedforward import default_ffn_width
+from normscale.models.feedforward import GATED, default_ffn_width
 from normscale.norms import Norm, find_norm
 from normscale.schemes import Depth, Make, Scheme, find_scheme
 
@@ -31,7 +31,8 @@ class Plan:
         def norm(width: int | None = None) -> nn.Module:
             return self.norm(width or self.config.d, self.config.eps, self.norm_options)
 
-        return Make(self.config.d, self.config.heads, self.ffn, vocab, norm, generator)
+        gated = self.config.activation in GATED
+        return Make(self.config.d, self.config.heads, self.ffn, vocab, norm, generator, gated)
 
     def numerical(self) -> dict[str, Any]:
         """Returns the configuration with every default of scheme, norm and widths filled in: what numbers depend on."""
@@ -48,7 +49,8 @@ def resolve(config: ModelConfig) -> Plan:
 
     Raises:
         ConfigError: an unknown scheme, norm or option, a wrong value of one, a topology the scheme (or one of its
-            options) has no form for, or a norm where it could say nothing.
+            options) has no form for, a setting of the model that the scheme could not follow, or a norm where it could
+            say nothing.
     """
     scheme_type, norm = find_scheme(config.scheme), find_norm(config.norm)
     for option, reason in scheme_type.refuses.items():
@@ -68,6 +70,12 @@ def resolve(config: ModelConfig) -> Plan:
         option, said = found
         key = f"model.scheme_options.{option}"
         raise ConfigError(f"{key}: {said}", key=key)
+    if (found := scheme.clash(config)) is not None:
+        setting, said = found
+        key = f"model.{setting}"
+        raise ConfigError(
+            f"{key}: {getattr(config, setting)!r} makes no sense with scheme={config.scheme}: {said}", key
+        )
     norm_options = _options(norm.Options, config.norm_options, "model.norm_options", config.norm)
     ffn = config.ffn or default_ffn_width(config.d, config.activation)
     plan = Plan(config, depth, scheme, norm, norm_options, ffn)

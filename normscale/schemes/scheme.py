@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from normscale.config.schema import ModelConfig
 from normscale.config.values import Section
 from normscale.ops.statistics import Buffers, watch, write_row, write_sum
 
@@ -180,7 +181,8 @@ class Make:
     """What a scheme may build with: the configured norm (eps and options already in it), widths, a generator.
 
     `norm(width=None)` is the one way to a norm, so that the configured eps reaches every norm of the model.
-    `generator` is the one source of random values a scheme draws for parameters of its own.
+    `generator` is the one source of random values a scheme draws for parameters of its own. `up` is the width of what
+    the feed-forward slot `before_act` gets.
     """
 
     width: int
@@ -189,6 +191,11 @@ class Make:
     vocab: int
     norm: Callable[..., nn.Module]
     generator: torch.Generator
+    gated: bool = False
+
+    @property
+    def up(self) -> int:
+        return 2 * self.ffn if self.gated else self.ffn
 
 
 class Scheme:
@@ -209,6 +216,10 @@ class Scheme:
 
     def unfit(self, depth: Depth) -> tuple[str, str] | None:
         """Returns the option that has no form at `depth`, and what to say of it; None where all have one."""
+        return None
+
+    def clash(self, config: ModelConfig) -> tuple[str, str] | None:
+        """Returns the key in `model` whose value makes no sense with this scheme, and why; None where all do."""
         return None
 
     # Numbers.

@@ -29,8 +29,16 @@ class Uneven(Scheme):
         return (emb, emb) if ends.kind == "encoder" else (emb,)
 
 
+class NoNorm(Scheme):
+    """Reads no eps."""
+
+    def clash(self, config: ModelConfig) -> tuple[str, str] | None:
+        return ("eps", "it has no norms; leave it out") if config.eps != 1e-5 else None
+
+
 @pytest.fixture(autouse=True)
 def guests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.SCHEMES.classes, "no-norm", NoNorm)
     monkeypatch.setitem(registry.SCHEMES.classes, "own-qk", OwnQK)
     monkeypatch.setitem(registry.SCHEMES.classes, "uneven", Uneven)
 
@@ -41,6 +49,11 @@ def guests(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"scheme": "own-qk", "N": 2}, "model.scheme", "has no encoder-decoder form .* choose another scheme"),
         ({"scheme": "own-qk", "qk_norm": "head"}, "model.qk_norm", "scheme=own-qk.*set model.qk_norm=none"),
         ({"qk_norm": "head", "heads": 16, "positions": "learned"}, "model.qk_norm", "one channel .*model.qk_norm=full"),
+        (
+            {"scheme": "no-norm", "eps": 0.1},
+            "model.eps",
+            "0.1 makes no sense with scheme=no-norm: it has no norms; leave",
+        ),
         ({"kv_latent": 1}, "model.kv_latent", "choose 2 or more"),
         (
             {"N": 2, "scheme_options": {"constants": "keel"}},
@@ -71,6 +84,7 @@ def test_sides_of_unlike_streams_are_refused() -> None:
 
 def test_neither_refusal_hits_where_it_should_not() -> None:
     resolve(ModelConfig(scheme="own-qk"))
+    resolve(ModelConfig(scheme="no-norm"))
     for constants in ("paper", "torchscale", "article"):
         resolve(ModelConfig(N=2, M=3, scheme_options={"constants": constants}))
     for topology in ({"N": 3, "M": 0}, {"N": 0, "M": 3}):

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from normscale.config.schema import ModelConfig
-from normscale.models.builder import build
 from normscale.models.stack import Transformer
 from normscale.ops.statistics import Buffers
 from normscale.schemes import scheme_names
+from tests.schemes.forms import built
 from tests.schemes.test_contract import guests
 
 __all__ = ["guests"]  # a fixture: the two-stream schemes of the contract take part
@@ -19,6 +18,7 @@ SIZE = {"d": 16, "heads": 2, "context": 8}
 TOPOLOGIES = {"encoder": {"N": 3, "M": 0}, "decoder": {"N": 0, "M": 3}, "encoder-decoder": {"N": 2, "M": 3}}
 TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 SOURCE = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1))
+PAST = torch.ones(8, 8).tril().bool()
 KEEP = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 
 every_scheme = pytest.mark.parametrize("scheme", [*scheme_names(), "span-guest", "siamese-guest"])
@@ -26,7 +26,7 @@ every_topology = pytest.mark.parametrize("topology", TOPOLOGIES)
 
 
 def make(scheme: str, topology: str, seed: int = 0, **options: Any) -> Transformer:
-    return build(ModelConfig(**SIZE | TOPOLOGIES[topology] | {"scheme": scheme} | options), 32, seed)
+    return built(seed, **SIZE | TOPOLOGIES[topology] | {"scheme": scheme} | options)
 
 
 def beside(topology: str) -> dict[str, Tensor]:
@@ -122,8 +122,12 @@ def test_padding_of_the_source_changes_nothing(scheme: str) -> None:
         source = torch.cat([SOURCE[1:, :4], rest], dim=1)
         torch.testing.assert_close(model(TOKENS[1:], source_BS=source, source_keep_BS=KEEP[1:]), want)
         assert (model(TOKENS[1:], source_BS=source) - want).abs().max() > 1e-3  # the mask alone hides it
+
+
+@every_scheme
+def test_an_encoder_alone_takes_a_mask_of_its_tokens(scheme: str) -> None:
     keep = torch.tensor([[True] * 5 + [False] * 3, [True] * 8])
-    encoder = loud(make(scheme, "encoder"))  # alone, it takes a mask of its tokens
+    encoder = loud(make(scheme, "encoder"))
     padded = encoder(TOKENS, source_keep_BS=keep)
     torch.testing.assert_close(padded[:1, :5], encoder(TOKENS[:1, :5]))
 
@@ -148,11 +152,14 @@ def reaches(model: Transformer, of: str, **inputs: Tensor) -> Tensor:
 
 
 @every_scheme
-def test_a_decoder_sees_the_past_and_the_whole_source_and_an_encoder_sees_everything(scheme: str) -> None:
-    past = torch.ones(8, 8).tril().bool()
-    assert torch.equal(reaches(make(scheme, "decoder"), "tokens"), past)
+def test_a_decoder_sees_the_past_and_an_encoder_everything(scheme: str) -> None:
+    assert torch.equal(reaches(make(scheme, "decoder"), "tokens"), PAST)
     assert reaches(make(scheme, "encoder"), "tokens").all()
-    assert torch.equal(reaches(make(scheme, "encoder-decoder"), "tokens", source_BS=SOURCE[:1]), past)
+
+
+@every_scheme
+def test_a_decoder_beside_an_encoder_sees_the_past_and_the_whole_source(scheme: str) -> None:
+    assert torch.equal(reaches(make(scheme, "encoder-decoder"), "tokens", source_BS=SOURCE[:1]), PAST)
     assert reaches(make(scheme, "encoder-decoder"), "source", source_BS=SOURCE[:1]).all()
 
 

@@ -1,0 +1,24 @@
+"""Which models a scheme has: tests that run over all schemes ask for no others."""
+
+from typing import Any
+
+import pytest
+
+from normscale.config.schema import ModelConfig
+from normscale.models.builder import build
+from normscale.models.stack import Transformer
+from normscale.schemes import Depth, find_scheme
+
+
+def fits(**settings: Any) -> bool:
+    """Tells whether the scheme has the topology and can follow the settings; tests of its own say what it refuses."""
+    config = ModelConfig(**settings)
+    scheme = find_scheme(config.scheme)()
+    return Depth(config.N, config.M).topology in scheme.topologies and scheme.clash(config) is None
+
+
+def built(seed: int = 0, **settings: Any) -> Transformer:
+    """Builds a model over 32 tokens, or skips the test where the scheme has no such model."""
+    if not fits(**settings):
+        pytest.skip(f"{settings['scheme']} has no such model")
+    return build(ModelConfig(**settings), 32, seed)
