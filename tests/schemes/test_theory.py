@@ -23,6 +23,15 @@ ARMS: dict[str, dict[str, Any]] = {
     "deepnorm": {"scheme": "deepnorm"},
     "alpha": {"scheme": "deepnorm", "scheme_options": {"use": "alpha"}},
     "beta": {"scheme": "deepnorm", "scheme_options": {"use": "beta"}},
+    "subln": {"scheme": "subln"},
+    "lns": {"scheme": "lns"},
+    "keel": {"scheme": "keel"},
+    "keel-1": {"scheme": "keel", "scheme_options": {"alpha": 1.0}},
+    "mixln": {"scheme": "mixln"},
+    "hybridnorm": {"scheme": "hybridnorm"},
+    "spannorm": {"scheme": "spannorm"},
+    "b2t": {"scheme": "b2t"},
+    "b2t-rescaled": {"scheme": "b2t", "scheme_options": {"rescaled": True}},
 }
 
 
@@ -114,3 +123,14 @@ def test_the_pre_norm_stream_grows_within_the_bounds_of_lemma_2(side: str) -> No
     mean, layers = torch.stack(norms).mean(0), torch.arange(blocks + 1)
     assert ((1 + layers / 2) * 0.97 <= mean).all()
     assert (mean <= (1 + 1.5 * layers) * 1.03).all()
+
+
+def variances(scheme: str, blocks: int) -> list[float]:
+    """Variance of a fresh stream where it enters and after every block, mean over seeds."""
+    found = []
+    for seed in SEEDS:
+        outputs: list[torch.Tensor] = []
+        model = model_of(blocks, seed, scheme=scheme)
+        model.features(torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(seed)), outputs=outputs)
+        found.append([float(x.var()) for x in outputs])
+    return np.mean(found, axis=0).tolist()

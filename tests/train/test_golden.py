@@ -22,6 +22,7 @@ from tests.schemes.forms import fits
 
 FOLDER = Path(__file__).parents[1] / "golden"
 TEXT = (b"How deep can a Transformer go before training breaks, and why? " * 40)[: 5 * 4 * 17]
+ALIKE = {"sandwich": "peri"}  # one graph that has two names
 MODELS = {"": (0, 3), "encoder-": (3, 0), "encoder-decoder-": (2, 2)}
 
 
@@ -66,5 +67,7 @@ def test_losses_are_the_golden_ones(scheme: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_golden_losses_tell_the_schemes_apart(kind: str) -> None:
-    last = [round(losses(scheme, *MODELS[kind])[-1], 4) for scheme, its_kind in CASES if its_kind == kind]
-    assert len(set(last)) == len(last)
+    last = {scheme: round(losses(scheme, *MODELS[kind])[-1], 4) for scheme, its_kind in CASES if its_kind == kind}
+    for same, other in ALIKE.items():
+        assert last.pop(same, last[other]) == last[other]
+    assert len(set(last.values())) == len(last)
