@@ -66,6 +66,24 @@ def test_a_model_on_the_kernels_is_the_eager_one(scheme: str, norm: str, topolog
     check_gradients(fused, eager, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "sums"), [("b2t", 6), ("hybridnorm", 3), ("keel", 5), ("mixln", 2), ("spannorm", 6)]
+)
+def test_schemes_with_post_norm_sites_run_them_on_the_kernels(
+    scheme: str, sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    real = norms.residual_norm
+    monkeypatch.setattr(norms, "residual_norm", lambda *a, **k: called.append(k["backend"]) or real(*a, **k))
+    eager, fused = (model_of(backend, M=3, scheme=scheme) for backend in ("eager", "triton"))
+    (want, expected), (got, found) = (steps_of(model, both=False) for model in (eager, fused))
+    assert called == ["triton"] * sums
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.rows, expected.rows, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.grad_rows, expected.grad_rows, rtol=1e-4, atol=0)
+    check_gradients(fused, eager, 1e-5)
+
+
 @pytest.mark.parametrize("options", [{"checkpointing": True}, {"norm_options": {"gain": False, "bias": False}}])
 @pytest.mark.parametrize("scheme", ["deepnorm", "pre", "peri"])
 def test_checkpointed_and_bare_norms(scheme: str, options: dict[str, Any]) -> None:
