@@ -6,10 +6,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
-from normscale.config.values import Flag
-from normscale.schemes.pre import PreNorm
+from normscale.config.values import Flag, Section
 from normscale.schemes.registry import register
-from normscale.schemes.scheme import Depth, Make, Own, Parts, Site, Streams
+from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
 
 class QKVNorm(nn.Module):
@@ -39,7 +38,7 @@ class QKVNorm(nn.Module):
 
 
 @register("hybridnorm")
-class HybridNorm(PreNorm):
+class HybridNorm(Scheme):
     """z = Norm(x + Attn(x)), where attention norms q, k and v and not its input; x' = z + FFN(z).
 
     z is both what the feed-forward layer reads and its residual, so that the norm before that layer is the Post-Norm
@@ -54,7 +53,7 @@ class HybridNorm(PreNorm):
 
     topologies = frozenset(("encoder", "decoder"))
 
-    class Options(PreNorm.Options):
+    class Options(Section):
         star: Flag = False  # HybridNorm*: the first block is Pre-Norm beside its norms of q, k and v
         qkv_norm: Literal["head", "full"] = "head"  # as the paper has it, or all heads as one vector
 
@@ -71,6 +70,9 @@ class HybridNorm(PreNorm):
             return {"norm": make.norm()}
         return {"norm": make.norm(), "alpha": 1.0} if site.kind == "self" else {}
 
+    def own_ends(self, depth: Depth, side: Side, make: Make) -> Parts:
+        return {"norm": make.norm()}
+
     def slots(self, depth: Depth, site: Site, make: Make) -> Mapping[str, nn.Module]:
         if site.kind == "ffn":
             return {}
@@ -86,3 +88,7 @@ class HybridNorm(PreNorm):
         if own.has("alpha"):
             return (own.module("norm").residual(streams[0], out, own.tensor("alpha")),)
         return (streams[0] + out,)
+
+    def exit(self, streams: Streams, ends: Own) -> Tensor:
+        x: Tensor = ends.module("norm")(streams[0])
+        return x

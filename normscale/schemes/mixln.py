@@ -6,14 +6,13 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from normscale.config.values import Number
-from normscale.schemes.pre import PreNorm
+from normscale.config.values import Number, Section
 from normscale.schemes.registry import register
-from normscale.schemes.scheme import Depth, Make, Own, Parts, Side, Site, Streams
+from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
 
 @register("mixln")
-class MixLN(PreNorm):
+class MixLN(Scheme):
     """x' = Norm(x + F(x)) in the first floor(share * L) of L blocks, x' = x + F(Norm(x)) in the others.
 
     One norm at the end of the stack, unless every block is Post-Norm. Two block structures, hence two compiled graphs.
@@ -24,7 +23,7 @@ class MixLN(PreNorm):
 
     topologies = frozenset(("encoder", "decoder"))
 
-    class Options(PreNorm.Options):
+    class Options(Section):
         share: Annotated[Number, Field(ge=0, le=1)] = 0.25  # of the blocks, from the bottom; 0: Pre-Norm, 1: Post-Norm
 
     options: Options
@@ -40,7 +39,7 @@ class MixLN(PreNorm):
         return {"norm": make.norm(), "alpha": 1.0} if post else {"norm": make.norm()}
 
     def own_ends(self, depth: Depth, side: Side, make: Make) -> Parts:
-        return super().own_ends(depth, side, make) if self.post_blocks(depth) < depth.single else {}
+        return {"norm": make.norm()} if self.post_blocks(depth) < depth.single else {}
 
     def read(self, streams: Streams, own: Own) -> Tensor:
         x: Tensor = streams[0] if own.has("alpha") else own.module("norm")(streams[0])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from normscale.config.values import Flag, conflict
 from normscale.ops.residual import scaled_residual
+from normscale.ops.statistics import Statistics
 from normscale.schemes.pre import PreNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Site, Streams
@@ -79,9 +80,17 @@ class NormFormer(PreNorm):
             return {"before_o": HeadScale(make.heads)}
         return {"after_act": make.norm(make.ffn)} if site.kind == "ffn" and options.scale_fc else {}
 
-    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
+    def seen_through(self, own: Own) -> nn.Module | None:
+        """As `PreNorm`; a scaled residual is no sum that a kernel makes together with the next norm."""
+        return None if self.options.scale_resids else super().seen_through(own)
+
+    def write(self, streams: Streams, out: Tensor, own: Own, statistics: Statistics | None = None) -> Streams:
         for name in ("out_scale", "out_norm"):
             out = own.module(name)(out) if own.has(name) else out
-        if own.has("resid"):
-            return (scaled_residual(streams[0], out, own.tensor("resid")),)
-        return (streams[0] + out,)
+        if not own.has("resid"):
+            return super().write(streams, out, own, statistics)
+        z = scaled_residual(streams[0], out, own.tensor("resid"))
+        if statistics is not None:
+            z = statistics.watch(z)
+            statistics.write(z, z)
+        return (z,)
