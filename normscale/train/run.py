@@ -118,7 +118,8 @@ def _run(
 
     model = build(config.model, task.vocab, config.seed)
     first = Batches(task.train, batch=config.train.batch, seed=config.seed).window(0)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # dropout, where there is some, is the same on every rank and in every attempt
         model.scheme.calibrate(lambda: model(first[0].tokens_BT, **first[0].beside))
     engine = make_engine(model, config)
     torch.manual_seed(config.seed * 65_537 + engine.rank)  # dropout differs by rank; nothing else draws from it

@@ -1,0 +1,91 @@
+"""Admin's closed forms: constants, equivalence with Post-Norm, and how the output's change grows with depth."""
+
+from functools import cache
+from math import log, sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from normscale.models.attention import Context
+from normscale.schemes import Depth, Role
+from normscale.schemes.admin_torch import AdminTorch
+from tests.schemes.test_residual import TOKENS, ln, shaken
+from tests.schemes.test_theory import model_of
+
+# Sublayers of a stack: omega where the change is to grow as log n, and as 1; from calculate_init.
+OMEGA = {2: (1.31557, 1.41421), 12: (2.01701, 3.46410), 36: (3.04084, 6.0), 200: (6.07461, 14.14214)}
+OMEGA |= {2000: (16.19385, 44.72136)}
+
+
+@pytest.mark.parametrize("n", OMEGA)
+def test_omega_follows_from_the_number_of_sublayers(n: int) -> None:
+    for depth in (Depth(n // 2, 0), Depth(0, n // 2)):
+        for site in (depth.sites()[0], depth.sites()[-1]):
+            got = [AdminTorch(AdminTorch.Options(change=c)).alpha(depth, site) for c in ("log", "1", "n")]
+            assert got == pytest.approx([*OMEGA[n], 1.0], abs=1e-4)
+            assert AdminTorch().gain(depth, site, Role("ffn", "out")) == 1.0
+
+
+@pytest.mark.parametrize(("N", "M"), [(6, 6), (12, 3), (1, 100)])
+def test_two_stacks_count_their_own_sublayers(N: int, M: int) -> None:
+    scheme, depth = AdminTorch(), Depth(N, M)
+    for site in depth.sites():
+        n = 2 * N if site.side == "encoder" else 3 * M
+        assert scheme.alpha(depth, site) == pytest.approx(sqrt((n + 1) / log(n + 1) - 1))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("change", ["log", "1"])
+def test_the_stack_equals_its_formula(change: str, trained: bool) -> None:
+    model = shaken(M=3, scheme="admin-torch", scheme_options={"change": change, "trained": trained})
+    x = model.token[TOKENS] * 4.0 + model.sinusoids[:8]
+    for sublayer in model.sublayers():
+        omega = sublayer.own.alpha if trained else torch.tensor({"log": 1.61161, "1": 2.44949}[change])
+        assert omega.shape == ((16,) if trained else ())
+        x = ln(omega * x + sublayer.branch(x, Context()), sublayer.own.norm)
+    torch.testing.assert_close(model.features(TOKENS), x, rtol=1e-5, atol=1e-5)
+
+
+def test_a_change_of_order_n_is_post_norm() -> None:
+    post, admin = (
+        shaken(N=2, M=3, scheme=name, scheme_options=options)
+        for name, options in (("post", {}), ("admin-torch", {"change": "n"}))
+    )
+    source = torch.arange(12).view(2, 6)
+    assert torch.equal(post(TOKENS, source_BS=source), admin(TOKENS, source_BS=source))
+
+
+def test_a_trained_omega_learns_and_a_constant_is_no_parameter() -> None:
+    trained, constant = (shaken(M=2, scheme="admin-torch", scheme_options={"trained": t}) for t in (True, False))
+    trained(TOKENS).square().mean().backward()
+    assert all(sublayer.own.alpha.grad.abs().min() > 0 for sublayer in trained.sublayers())
+    assert not any("alpha" in name for name, _ in constant.named_parameters())
+
+
+DEPTHS = (4, 8, 16, 32)
+
+
+@torch.no_grad()
+def change_of(blocks: int, seed: int, **arm: Any) -> float:
+    """The mean square of the output's change where every weight of a branch is changed at random a little."""
+    model, generator = model_of(blocks, seed, **arm), torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 64, (4, 8), generator=generator)
+    before = model.features(tokens)
+    for p in model.blocks.parameters():
+        p.add_(1e-5 * p.std() * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return float((model.features(tokens) - before).square().mean())
+
+
+@cache
+def slope(change: str) -> float:
+    arm = {"scheme": "admin-torch", "scheme_options": {"change": change}}
+    lines = [[change_of(blocks, seed, **arm) for blocks in DEPTHS] for seed in (0, 1, 2)]
+    return float(np.mean([np.polyfit(np.log(DEPTHS), np.log(line), 1)[0] for line in lines]))
+
+
+def test_the_change_of_the_output_grows_as_each_form_says() -> None:
+    assert slope("n") > 0.8
+    assert slope("1") == pytest.approx(0.0, abs=0.25)
+    assert slope("1") + 0.1 < slope("log") < slope("n") - 0.3
