@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from normscale.config.schema import ModelConfig
-from normscale.models.builder import build
 from normscale.models.init import gain_of, weights
 from normscale.schemes import Weight, find_scheme, scheme_names
+from tests.schemes.forms import built
 
 N, M = 3, 5
 TOPOLOGIES = {"encoder": {"N": N, "M": 0}, "decoder": {"N": 0, "M": M}, "encoder-decoder": {"N": N, "M": M}}
@@ -31,8 +30,7 @@ ROLES = {
 NORMS = (
     r"(source_)?(ends|embedding_norm)\..*",
     r"blocks\.\d+\.sublayers\.(self|cross|ffn)\.own\..*",
-    r"blocks\.\d+\.sublayers\.(self|cross)\.branch\.(qk_norm|latent\.norm)\..*",
-    r"blocks\.\d+\.sublayers\.(self|ffn)\.branch\.slots\..*",
+    r"blocks\.\d+\.sublayers\.(self|cross|ffn)\.branch\.(qk_norm|slots|latent\.norm)\..*",
 )
 SCALED = ("v", "o", "in", "out")  # what DeepNorm gives the gain beta; q, k, gate, latent and the ends keep 1
 
@@ -53,12 +51,14 @@ def wanted(scheme: str, topology: str, entry: Weight) -> float:
         single = {"encoder": math.log(6), "decoder": math.log(10)}
         double = {"encoder": math.log(15) * math.log(6) / 3, "decoder": math.log(15)}
         return math.sqrt((double if topology == "encoder-decoder" else single)[site.side])
+    if scheme == "hyper" and part in ("o", "out"):
+        return 4 ** (-1 / 2)
     return 1.0
 
 
 def made(scheme: str, topology: str, **options: Any) -> Any:
     config = {"d": 16, "heads": 2, "context": 8, "scheme": scheme, "activation": "swiglu", "tied": False}
-    return build(ModelConfig(**config | {"positions": "learned"} | TOPOLOGIES[topology] | options), 32, 0)
+    return built(**config | {"positions": "learned"} | TOPOLOGIES[topology] | options)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_latent": 6, "qk_norm": "head", "embedding_norm": True, "segments": 2}])
