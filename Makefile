@@ -11,6 +11,7 @@ CONFIG ?= configs/train/quick.yaml
 NPROC ?= 1
 CLAIM ?= core
 PROFILE ?= cpu
+HOURS ?= 2
 PORT ?= 5000
 HOSTFILE ?=
 NODES ?= 1
@@ -35,8 +36,8 @@ if_given = $(if $(call given,$(2)),$(1) $(call quoted,$(2)))
 to_train = --from-make $(call if_given,--claim,CLAIM) $(call if_given,--profile,PROFILE) $(value OPTIONS)
 
 # make takes `model.M=7` for a variable of its own, and nobody would ever read it: settings belong into ARGS.
-OWN := PYTHON TORCH_INDEX CONFIG NPROC CLAIM PROFILE PORT HOSTFILE NODES GPUS TIME PARTITION RDZV NNODES OPTIONS DRY_RUN
-STRAY_NAMES := name seed model data train precision probes checkpoint tracking args config nproc claim profile port
+OWN := PYTHON TORCH_INDEX CONFIG NPROC CLAIM PROFILE HOURS PORT HOSTFILE NODES GPUS TIME PARTITION RDZV NNODES OPTIONS DRY_RUN
+STRAY_NAMES := name seed model data train precision probes checkpoint tracking args config nproc claim profile hours port
 given = $(if $(filter command,$(firstword $(origin $(1)))),$(1))
 as_word = $(if $(word 2,$(value $(1))),'$(1)=$(value $(1))',$(1)=$(value $(1)))
 strays := $(strip $(foreach one,$(sort $(.VARIABLES)),\
@@ -145,6 +146,10 @@ doctor: $(STAMP) ## says what would go wrong in training, here or on hosts (HOST
 .PHONY: claim
 claim: $(STAMP) ## runs and judges one claim (CLAIM=id PROFILE=smoke|cpu|gpu ARGS=)
 	@$(PY) -m normscale claim run $(call quoted,CLAIM) --profile $(call quoted,PROFILE) $(value ARGS)
+
+.PHONY: claims
+claims: $(STAMP) ## runs as many of all claims as the time pays for; goes on when started again (PROFILE= HOURS=2 ARGS=)
+	@$(PY) -m normscale claim run --all --profile $(call quoted,PROFILE) --hours $(call quoted,HOURS) $(value ARGS)
 
 .PHONY: claims-list
 claims-list: $(STAMP) ## lists the claims

@@ -39,6 +39,11 @@ SCHEMES = {
 # Each keeps its update in the linear regime at every depth: twice the rate, twice the update within 4 %.
 RATES = {"both": 3e-4, "alpha": 1e-5, "beta": 3e-5, "neither": 1e-6}
 SGD = {**UPDATE, **WEIGHTS, "train.optim.name": "sgd", "train.schedule.warmup_steps": 0}
+FLOOR = {
+    "both": {BLOCKS: 1},
+    **{key: {6: 1, BLOCKS: 1} for key in ("alpha", "beta", "neither")},
+    **{f"{name}-sgd": {6: 2, 12: 2, 24: 2, 48: 2} for name in SCHEMES},
+}
 LABELS = {
     "both": "DeepNorm (alpha and beta)",
     "alpha": "alpha alone",
@@ -88,6 +93,7 @@ CLAIM = Claim(
                 **{f"{name}-sgd": DEPTHS for name in SCHEMES},
             },
             low_lr={"alpha": {BLOCKS: 1}, "beta": {BLOCKS: 1}, "neither": {BLOCKS: 1}},
+            floor=FLOOR,
         ),
         "gpu": Profile(
             main={
@@ -97,6 +103,7 @@ CLAIM = Claim(
             },
             low_lr={key: {BLOCKS: 3, 100: 1, 200: 1} for key in ("alpha", "beta", "neither")},
             long={key: {BLOCKS: 1} for key in ("alpha", "beta")},
+            floor=FLOOR,
         ),
     },
     figure="mixed",

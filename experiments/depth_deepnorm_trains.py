@@ -53,7 +53,12 @@ CLAIM = Claim(
                 "deepnorm": {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 2},
                 "deepnorm-128": {6: 3, 12: 3, 1000: 1},
                 "encoder": {12: 1, 24: 1},
-            }
+            },
+            floor={
+                "deepnorm": {6: 1, 24: 1, 100: 1, 200: 1},
+                "deepnorm-128": {6: 1, 12: 1, 1000: 1},
+                "encoder": {12: 1, 24: 1},
+            },
         ),
         "gpu": Profile(
             main={
@@ -62,6 +67,11 @@ CLAIM = Claim(
                 "encoder": {12: 3, 48: 3, 100: 3, 200: 3},
             },
             low_lr={"deepnorm": {500: 1, 1000: 1}, "deepnorm-128": {1000: 1}},
+            floor={
+                "deepnorm": {6: 1, 100: 1, 1000: 1},
+                "deepnorm-128": {6: 1, 12: 1, 1000: 1},
+                "encoder": {12: 1, 100: 1},
+            },
         ),
     },
     figure="gap",

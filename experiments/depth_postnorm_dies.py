@@ -12,6 +12,8 @@ from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Trains
 from normscale.claims.protocol import DEPTH, GAP, PILOT, SMOKE, described, published
 
+FLOOR = {"post": {2: 1, 24: 2}, "post-nowarmup": {2: 1, 24: 2}, "deepnorm": {24: 2}}
+
 CLAIM = Claim(
     id="depth-postnorm-dies",
     says=(
@@ -53,6 +55,7 @@ CLAIM = Claim(
             },
             low_lr={"post": {24: 1}, "post-nowarmup": {24: 1}},
             long={"post": {24: 1}},
+            floor=FLOOR,
         ),
         "gpu": Profile(
             main={
@@ -66,6 +69,7 @@ CLAIM = Claim(
                 "post-nowarmup": {24: 3, 48: 3, 100: 1},
             },
             long={"post": {24: 1}},
+            floor=FLOOR,
         ),
     },
     figure="gap",

@@ -24,6 +24,8 @@ from normscale.claims.protocol import (
     published,
 )
 
+FLOOR = {key: {12: 1, 48: 1, 100: 1, 200: 1} for key in ("pre", "deepnorm")}
+
 CLAIM = Claim(
     id="depth-prenorm-limit",
     says="The largest depth at which Pre-Norm is stable is about 100.",
@@ -36,11 +38,12 @@ CLAIM = Claim(
     expect=(Trains("pre", at=(48, 100)), Dies("pre", at_least=200, beside=("deepnorm",))),
     profiles={
         "smoke": Profile(main={"pre": {2: 1, 6: 1}, "deepnorm": {2: 1}}, set=SMOKE),
-        "cpu": Profile(main={key: {12: 3, 48: 3, 100: 3, 200: 2} for key in ("pre", "deepnorm")}),
+        "cpu": Profile(main={key: {12: 3, 48: 3, 100: 3, 200: 2} for key in ("pre", "deepnorm")}, floor=FLOOR),
         "gpu": Profile(
             main={key: {12: 3, 48: 3, 100: 3, 200: 3, 500: 3, 1000: 3} for key in ("pre", "deepnorm")},
             low_lr={"pre": {200: 3, 500: 1, 1000: 1}},
             long={"pre": {200: 1}},
+            floor=FLOOR,
         ),
     },
     figure="gap",

@@ -14,6 +14,7 @@ from normscale.claims.protocol import MODEL
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 1000: 1}
 DEPTHS_GPU = {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 500: 3, 1000: 3}
 ARMS = ("post", "pre", "deepnorm")
+FLOOR = {key: {6: 3, 24: 3, 100: 3} for key in ("post", "pre")}
 WIDTH = 0.25  # to either side of the theorem's exponent
 
 CLAIM = Claim(
@@ -41,8 +42,8 @@ CLAIM = Claim(
     ),
     profiles={
         "smoke": Profile(main={key: {2: 1, 4: 1} for key in ARMS}),
-        "cpu": Profile(main=dict.fromkeys(ARMS, DEPTHS)),
-        "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU)),
+        "cpu": Profile(main=dict.fromkeys(ARMS, DEPTHS), floor=FLOOR),
+        "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU), floor=FLOOR),
     },
     figure="slopes",
     how=(

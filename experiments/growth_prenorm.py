@@ -45,10 +45,13 @@ CLAIM = Claim(
     ),
     profiles={
         "smoke": Profile(main={"pre": {3: 1}, "deepnorm": {3: 1}, "post": {3: 1}}, set=SMOKE),
-        "cpu": Profile(main={"pre": {BLOCKS: 3}, "deepnorm": {BLOCKS: 2}, "post": {POST_BLOCKS: 1}}),
+        "cpu": Profile(
+            main={"pre": {BLOCKS: 3}, "deepnorm": {BLOCKS: 2}, "post": {POST_BLOCKS: 1}}, floor={"pre": {BLOCKS: 3}}
+        ),
         "gpu": Profile(
             main={"pre": {BLOCKS: 3, 48: 3, 100: 3}, "deepnorm": {BLOCKS: 3, 48: 3, 100: 3}, "post": {POST_BLOCKS: 3}},
             set=evaluated(10 * LAYER_STEPS),
+            floor={"pre": {BLOCKS: 3}},
         ),
     },
     figure="growth",

@@ -36,6 +36,12 @@ TORCHSCALE = {"model.scheme": "deepnorm", "model.scheme_options": {"constants": 
 ARTICLE = {"model.scheme": "deepnorm", "model.scheme_options": {"constants": "article"}}
 PAPER = {"model.scheme": "deepnorm"}
 TWO_STACKS = ("paper-two", "torchscale-two", "article-two")
+FLOOR = {
+    **{key: {BLOCKS: 1} for key in ("paper", "keel")},
+    "mixln": {2: 1, BLOCKS: 1},
+    **{key: {6: 3, 12: 3, 24: 3, 48: 3} for key in ("paper-sgd", "mixln-sgd", "keel-sgd")},
+    **{key: {3: 2, 6: 2, 12: 2, 24: 2} for key in TWO_STACKS},
+}
 
 CLAIM = Claim(
     id="misinit-baselines",
@@ -99,6 +105,7 @@ CLAIM = Claim(
                 **dict.fromkeys(TWO_STACKS, STACKS),
             },
             low_lr={"mixln": {BLOCKS: 1}},
+            floor=FLOOR,
         ),
         "gpu": Profile(
             main={
@@ -110,6 +117,7 @@ CLAIM = Claim(
             },
             low_lr={"mixln": {BLOCKS: 3, 100: 1, 200: 1}},
             long={"mixln": {BLOCKS: 1}},
+            floor=FLOOR,
         ),
     },
     figure="mixed",

@@ -20,6 +20,7 @@ from normscale.claims.protocol import SLOPE_BAR, UPDATE, UPDATE_STEP, WEIGHTS
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 2, 96: 1}
 DEPTHS_GPU = {6: 3, 12: 3, 24: 3, 48: 3, 96: 3, 192: 3}
 ARMS = ("post-sgd", "post-adam", "deepnorm-sgd", "deepnorm-adam", "weights-sgd", "weights-adam")
+FLOOR = {key: {6: 2, 12: 2, 24: 2, 48: 2} for key in ARMS}
 SGD, ADAM = {"train.optim.name": "sgd"}, {"train.optim.name": "adamw"}
 
 CLAIM = Claim(
@@ -55,8 +56,8 @@ CLAIM = Claim(
     ),
     profiles={
         "smoke": Profile(main={arm: {2: 1, 4: 1} for arm in ARMS}, set={"probes.update.sequences": 1}),
-        "cpu": Profile(main=dict.fromkeys(ARMS, DEPTHS)),
-        "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU)),
+        "cpu": Profile(main=dict.fromkeys(ARMS, DEPTHS), floor=FLOOR),
+        "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU), floor=FLOOR),
     },
     figure="slopes",
     how=(

@@ -127,9 +127,14 @@ def _parser() -> argparse.ArgumentParser:
     run = claims.add_parser("run", help="run and judge claims", allow_abbrev=False)
     run.add_argument("words", nargs="*", metavar="ID", help="claims to run; core stands for every core claim")
     run.add_argument("--core", action="store_true", help="the core claims")
+    run.add_argument("--all", action="store_true", help="every claim there is")
     run.add_argument("--profile", choices=("smoke", "cpu", "gpu"), default="cpu", help="how much (default cpu)")
     run.add_argument("--dry-run", action="store_true", help="list the runs, start none (as DRY_RUN=1)")
     run.add_argument("--workers", type=whole, help="runs at a time (default: one a core)")
+    budget = (
+        "as many runs as so many hours pay for: seeds go first, then cells, then claims; runs that are done are kept"
+    )
+    run.add_argument("--hours", type=number, metavar="H", help=budget)
     shared = "every N-th run alone, for one of N machines with a common --runs; a start without --part judges them"
     run.add_argument("--part", metavar="I/N", help=shared)
     run.add_argument("--then-judge", action="store_true", help="with --part: wait for the other parts, and judge")

@@ -9,15 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from normscale.claims.expect import Along, Dies, Expectation, Larger, Slope, SlopeWithin, Steeper, Thirds, Trains
+from pydantic import ValidationError
+
+from normscale.claims.expect import Along, Dies, Expectation, Larger, Slope, SlopeWithin, Steeper, Thirds, Trains, Value
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput
+from normscale.measures.config import MeasureConfig
 
 ProfileName = Literal["smoke", "cpu", "gpu"]
 Role = Literal["main", "control", "low-lr", "long"]
 Verdict = Literal["supported", "refuted", "inconclusive", "not run"]
-FigureName = Literal["gap", "slopes", "growth", "mixed"]
+FigureName = Literal["gap", "slopes", "growth", "mixed", "values"]
 Settings = Mapping[str, Any]
 Grid = Mapping[str, Mapping[int, int]]
 """{arm: {blocks: number of seeds}}; the seeds of a cell are 0, 1, 2, ..."""
@@ -30,12 +33,17 @@ SUFFIX: dict[Role, str] = {"main": "", "control": "", "low-lr": " lr/3", "long":
 
 @dataclass(frozen=True)
 class Profile:
-    """How large a claim is run: the grids of its cells by role, and settings for this profile alone."""
+    """How large a claim is run: the grids of its cells by role, and settings for this profile alone.
+
+    `floor` is the part of `main` below which the claim is not run at all, however small the budget, since it could not
+    be judged; None: all of it. One seed of each low-lr cell that belongs to a cell of the floor is part of it.
+    """
 
     main: Grid
     low_lr: Grid = field(default_factory=dict)
     long: Grid = field(default_factory=dict)
     set: Settings = field(default_factory=dict)
+    floor: Grid | None = None
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,16 @@ class Cell:
 
     @property
     def group(self) -> str:
-        """Returns the name shared by the seeds of a cell, e.g. `L0012 post`."""
-        return f"L{self.depth:04d} {self.arm}{SUFFIX[self.role]}"
+        """Returns the name shared by the seeds of a cell, e.g. `L0012 post`; of a measurement the arm alone."""
+        return f"{self._at}{self.arm}{SUFFIX[self.role]}"
 
     @property
     def name(self) -> str:
-        return f"L{self.depth:04d} {self.arm} s{self.seed}{SUFFIX[self.role]}"
+        return f"{self._at}{self.arm} s{self.seed}{SUFFIX[self.role]}"
+
+    @property
+    def _at(self) -> str:
+        return f"L{self.depth:04d} " if self.depth else ""
 
 
 @dataclass(frozen=True)
@@ -66,17 +78,21 @@ class Claim:
     `paper` puts a published result beside a measured one, by the measured value's name ("post L24 gap", "post-sgd
     slope at step 10"); names that nothing measured are shown too. `how` and `differs` are for a reader of the report.
     `depth_keys` names the settings that an arm's depth goes to, where it is not the number of decoder blocks alone.
+
+    `numbers` says in words what the numbers are that a `Value` looks at. A claim that names a `measure` trains nothing:
+    its settings are the arguments of that function of `normscale.measures`, its cells have depth 0, and each takes
+    about `seconds`.
     """
 
     id: str
     says: str
     source: str
-    family: Literal["depth", "signals"]
+    family: Literal["depth", "signals", "precision", "quality"]
     base: Settings
     arms: Mapping[str, Settings]
     labels: Mapping[str, str]
     profiles: Mapping[ProfileName, Profile]
-    control: tuple[Trains, ...]
+    control: tuple[Trains | Value, ...]
     expect: tuple[Expectation, ...]
     figure: FigureName
     how: str
@@ -84,6 +100,9 @@ class Claim:
     paper: Mapping[str, str] = field(default_factory=dict)
     depth_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     core: bool = True
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    measure: str | None = None
+    seconds: float = 1.0
 
     @property
     def quantities(self) -> list[str]:
@@ -99,8 +118,10 @@ class Claim:
     def asks_training(self, arm: str) -> bool:
         """Returns whether it asks if this arm trains; an arm of which only a number is judged may be too short for it.
 
-        An arm that no expectation names is shown beside the others, and goes with them.
+        An arm that no expectation names is shown beside the others, and goes with them. A measurement trains nothing.
         """
+        if self.measure is not None:
+            return False
         trained, measured = set(), set()
         for expectation in (*self.expect, *self.control):
             match expectation:
@@ -131,10 +152,22 @@ class Claim:
                     cells += [self._cell(scale, role, arm, depth, seed) for seed in range(seeds)]
         return cells
 
+    def in_floor(self, profile: ProfileName, cell: Cell) -> bool:
+        """Returns whether the claim cannot be judged without this cell."""
+        floor = self.profiles[profile].floor
+        if floor is None:
+            return True
+        seeds = floor.get(cell.arm, {}).get(cell.depth, 0)
+        if cell.role in ("main", "control"):
+            return cell.seed < seeds
+        return cell.role == "low-lr" and seeds > 0 and cell.seed == 0
+
     def _cell(self, scale: Profile, role: Role, arm: str, depth: int, seed: int) -> Cell:
         if arm not in self.arms:
             raise BadInput(f"claim {self.id}: the grid names an arm {arm!r}; the arms are {', '.join(self.arms)}")
         settings = {**self.base, **scale.set, **self.arms[arm], "seed": seed}
+        if self.measure is not None:
+            return Cell(arm, depth, seed, 0.0, "main", settings)
         settings |= dict.fromkeys(self.depth_keys.get(arm, DECODER), depth)
         if role == "low-lr":
             settings["train.optim.lr"] /= LOW_LR
@@ -142,13 +175,29 @@ class Claim:
             times = LOW_LR if role == "low-lr" else LONG
             settings["train.steps"] *= times
             settings["train.eval_every"] = settings.get("train.eval_every", 0) * times
-        if role == "main" and any(control.arm == arm and depth in control.at for control in self.control):
+        if role == "main" and any(c.arm == arm and depth in c.at for c in self.control if isinstance(c, Trains)):
             role = "control"
         return Cell(arm, depth, seed, settings["train.optim.lr"], role, settings)
 
 
+def work_config(claim: Claim, cell: Cell, runs: str, uri: str | None) -> RunConfig | MeasureConfig:
+    """Returns what a cell's run is, a training or a measurement, with the places its records go to.
+
+    Raises:
+        BadInput: a setting of the claim is not one the configuration knows, or has a wrong value.
+    """
+    if claim.measure is None:
+        return run_config(claim, cell, runs, uri)
+    arguments = {key: value for key, value in cell.settings.items() if key != "seed"}
+    given = {"measure": claim.measure, "arguments": arguments, "seed": cell.seed, "seconds": claim.seconds}
+    try:
+        return MeasureConfig.model_validate({**given, "name": f"{claim.id} {cell.name}", "runs": runs})
+    except ValidationError as error:
+        raise BadInput(f"claim {claim.id}, {cell.name}: {error.errors()[0]['msg']}") from None
+
+
 def run_config(claim: Claim, cell: Cell, runs: str, uri: str | None) -> RunConfig:
-    """Returns the configuration of a cell's run, with the places its records go to.
+    """Returns the configuration of a cell's training run, with the places its records go to.
 
     Raises:
         BadInput: a setting of the claim is not one the configuration knows, or has a wrong value.

@@ -10,6 +10,7 @@ import numpy as np
 
 from normscale.config.schema import RunConfig
 from normscale.errors import StoreError
+from normscale.measures.config import MeasureConfig
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SPOOL
 
@@ -64,8 +65,10 @@ class Cost:
         seconds = self.base + self.per_sublayer * work.sublayers
         return slowness(config, self.device) * (seconds + self.per_value * work.values + self.per_flop * work.flops)
 
-    def of(self, config: RunConfig) -> float:
-        """Returns the estimated seconds of a run on one worker."""
+    def of(self, config: RunConfig | MeasureConfig) -> float:
+        """Returns the estimated seconds of a run on one worker; of a measurement what its claim says."""
+        if isinstance(config, MeasureConfig):
+            return START_S + config.seconds
         sublayers = work_of(config).sublayers // config.train.accumulate
         return START_S + BUILD_S * sublayers + steps_of(config) * self.step(config)
 

@@ -41,7 +41,7 @@ def list_claims(folder: Path | None = None) -> list[Claim]:
 
 
 def select(ids: list[str], claims: list[Claim]) -> list[Claim]:
-    """Returns the claims asked for, each once; `core` stands for every core claim.
+    """Returns the claims asked for, each once; `core` stands for every core claim, `all` for every claim there is.
 
     Raises:
         BadInput: an id is not that of a claim.
@@ -49,12 +49,12 @@ def select(ids: list[str], claims: list[Claim]) -> list[Claim]:
     known = {claim.id: claim for claim in claims}
     chosen: dict[str, Claim] = {}
     for name in ids or ["core"]:
-        if name == "core":
-            chosen.update({claim.id: claim for claim in claims if claim.core})
+        if name in ("core", "all"):
+            chosen.update({claim.id: claim for claim in claims if claim.core or name == "all"})
         elif name in known:
             chosen[name] = known[name]
         else:
-            allowed = ", ".join(["core", *known])
+            allowed = ", ".join(["core", "all", *known])
             raise BadInput(f"claim {name!r}: there is no such claim{nearest(name, list(known))}; one of: {allowed}")
     return list(chosen.values())
 

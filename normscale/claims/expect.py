@@ -1,7 +1,7 @@
 """The kinds of expectation a claim can have, as data; `judges` has one judging function for each.
 
 Two kinds ask whether models train. Four look at a number that runs record, over depth. Two look at an array over the
-layers of one model.
+layers of one model. `Value` looks at any number of a run, a training or a measurement.
 """
 
 from dataclasses import dataclass
@@ -105,7 +105,27 @@ class Along:
     hi: float
 
 
+@dataclass(frozen=True)
+class Value:
+    """A number of an arm, as a mean over seeds, lies above one bar, below another, or between the two.
+
+    With `than` it is the arm's number over (`ratio`, a geometric mean) or minus (`difference`) that of another arm,
+    seed by seed. `at` names the depth, and `than_at` the other's where it is another; a measurement has none.
+    `when` is the point of a run that the number is of: its first or last record, or the largest of all.
+    """
+
+    arm: str
+    number: str
+    above: float | None = None
+    below: float | None = None
+    at: int = 0
+    than: str | None = None
+    than_at: int | None = None
+    compare: Literal["ratio", "difference"] = "ratio"
+    when: Literal["first", "last", "max"] = "last"
+
+
 Training = Trains | Dies
 Numeric = Slope | SlopeWithin | Steeper | Larger
 Layered = Thirds | Along
-Expectation = Training | Numeric | Layered
+Expectation = Training | Numeric | Layered | Value

@@ -36,10 +36,11 @@ def write_manifest(
     judgement: Judgement | None = None,
     figures: Sequence[Path] = (),
     report: Path | None = None,
+    left_out: Sequence[str] = (),
 ) -> None:
     """Writes the manifest of (cell, run id) pairs whole; a reader sees the old one or the new one.
 
-    `outcomes` {run id: word} is what the judge calls a finished run.
+    `outcomes` {run id: word} is what the judge calls a finished run; `left_out` says what was not run, and why.
 
     Raises:
         StoreError: the runs folder cannot be written.
@@ -60,6 +61,7 @@ def write_manifest(
         "verdict": judgement.as_dict() if judgement else None,
         "figures": [str(path) for path in figures],
         "report": str(report) if report else None,
+        "left_out": list(left_out),
     }
     path = manifest_path(runs, claim.id, profile)
     try:
@@ -80,6 +82,16 @@ def cells_of(runs: Path, claim_id: str, profile: str) -> list[tuple[Cell, str]]:
         return []
     rows = read_manifest(path).cells
     return [(Cell(row.arm, row.depth, row.seed, row.lr, cast(Role, row.role)), row.run) for row in rows]
+
+
+def left_out_of(runs: Path, claim_id: str, profile: str) -> tuple[str, ...]:
+    """Returns what was left out when a claim was last run, and why, as sentences.
+
+    Raises:
+        StoreError: the file is there and is not a manifest.
+    """
+    path = manifest_path(runs, claim_id, profile)
+    return read_manifest(path).left_out if path.exists() else ()
 
 
 def results_of(runs: Path, cells: Sequence[tuple[Cell, str]]) -> list[Result]:

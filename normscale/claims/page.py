@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from normscale.claims.expect import Value
 from normscale.claims.judges.slopes import recorded_steps, when_said
+from normscale.claims.judges.values import WHEN
 from normscale.claims.results import MAIN, ROLES, Measured, Part, Result
 from normscale.claims.state import AT_UNIGRAM, SPIKE, STANDSTILL
 from normscale.claims.verdict import describe
@@ -69,6 +71,8 @@ def markdown(claims: Sequence["Reported"], date: str) -> str:
     for r in claims:
         lines += ["", f"## {r.claim.id}", "", r.claim.says, "", f"Source: {r.claim.source}.", ""]
         lines += [f"**{r.word.upper()}** - {r.judgement.headline.split(' - ', 1)[-1]}", ""]
+        if r.left_out and r.judgement.parts:
+            lines += ["Not run: " + "; ".join(r.left_out) + ".", ""]
         if r.figure:
             lines += [f"![{r.claim.id}]({r.figure.name})", ""]
         lines += [f"How: {r.claim.how}", "", "| expected before the runs | verdict | runs |", "|---|---|---|"]
@@ -88,6 +92,8 @@ def _section(reported: "Reported") -> str:
         f'<p class="quiet">{escape(claim.id)}. Source: {escape(claim.source)}. {escape(profile)}</p>',
         f"<p>{_badge(reported.word)} {escape(judgement.headline.split(' - ', 1)[-1])}</p>",
     ]
+    if reported.left_out and judgement.parts:
+        parts.append(f'<p class="quiet">Not run: {escape("; ".join(reported.left_out))}.</p>')
     if reported.figure:
         data = base64.b64encode(reported.figure.read_bytes()).decode("ascii")
         parts.append(f'<img alt="figure of {escape(claim.id)}" src="data:image/png;base64,{data}">')
@@ -174,6 +180,7 @@ def _runs(reported: "Reported") -> str:
     claim = reported.claim
     judged = [(name, step) for name in claim.quantities for step in recorded_steps(name, reported.results)]
     losses = any(claim.asks_training(arm) for arm in claim.arms)
+    values = list(dict.fromkeys((e.number, e.when) for e in claim.expect if isinstance(e, Value)))
     rows = []
     for result, run_id in zip(reported.results, reported.run_ids, strict=True):
         state, trained = result.state, claim.asks_training(result.cell.arm)
@@ -181,11 +188,13 @@ def _runs(reported: "Reported") -> str:
         label = state.label if trained or state.label == "missing" else "ended"
         told = [f'<span class="{label}">{label}</span>', escape(state.why if label != "ended" else "")]
         numbers = ["" if trained else _number(result.value(name, step)) for name, step in judged]
+        numbers += [_number(result.number(number, when)) for number, when in values]
         numbers += [_number(state.loss) if trained else ""] if losses else []
         numbers += [_number(summary.get("steps"), 0), _number(summary.get("seconds"), 1)]
         rows.append([escape(result.cell.name), *told, *numbers, f"<code>{escape(run_id)}</code>"])
     columns = [f"{name} {when_said(name, step)}" for name, step in judged]
     columns = [column.replace("grad_last_out", "gradient") for column in columns]
+    columns += [escape(claim.numbers.get(number, number) + WHEN[when]) for number, when in values]
     columns += ["held-out loss"] if losses else []
     return f'<div class="wide">{_table(["run", "state", "", *columns, "steps", "seconds", "id"], rows)}</div>'
 
@@ -227,9 +236,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _interval(item: Measured) -> str:
     if item.value is None:
         return "not finite"
+    small = 0 < abs(item.value) < 0.1 or abs(item.value) >= 1000
+    digits = ".3g" if small else ".2f"
     if item.lo is None or item.hi is None:
-        return f"{item.value:.2f}"
-    return f"{item.value:.2f} ({item.lo:.2f}..{item.hi:.2f})"
+        return f"{item.value:{digits}}"
+    return f"{item.value:{digits}} ({item.lo:{digits}}..{item.hi:{digits}})"
 
 
 def _number(value: object, digits: int = 4) -> str:

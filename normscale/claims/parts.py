@@ -21,6 +21,7 @@ from typing import TypeVar
 from normscale.claims.cost import Cost
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, StoreError
+from normscale.measures.config import MeasureConfig
 
 FOLDER = "claims/parts"
 BEAT_S = 5.0
@@ -39,7 +40,7 @@ class Part:
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
 
-    def share(self, runs: Sequence[tuple[T, RunConfig]]) -> list[T]:
+    def share(self, runs: Sequence[tuple[T, RunConfig | MeasureConfig]]) -> list[T]:
         """Returns this part of the runs: every N-th by what they cost, dearest first, the same on every machine."""
         cost = Cost()  # not this machine's own, which would cut differently
         dearest = sorted(runs, key=lambda run: -cost.of(run[1]))  # stable: of like cost, as the claim has them

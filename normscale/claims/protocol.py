@@ -3,8 +3,10 @@
 How many steps and tokens a run takes is said here once, with its reason, and nowhere else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from normscale.claims.claim import Grid, Profile, ProfileName
 
 STEPS = 120
 """Steps of a depth run of 512 tokens each: as many as the core claims can pay for. Of 90 steps at 7e-4, with a warm-up
@@ -162,3 +164,20 @@ of it is kept, and for steps of one size in every parameter."""
 
 WEIGHTS: Mapping[str, Any] = {"model.bias": False, "model.norm_options": {"gain": False, "bias": False}}
 """No gains and biases: the theorem counts the weight matrices of the branches alone."""
+
+SEEDS, SEEDS_GPU, LEAST_SEEDS = 5, 10, 3
+"""Of a measurement, which takes seconds; three are the least that an interval over seeds is worth anything with."""
+
+
+def measured(arms: Iterable[str], smoke: Mapping[str, Any] | None = None) -> dict[ProfileName, Profile]:
+    """Returns the profiles of a claim that is measured and not trained: every arm, over so many seeds.
+
+    `smoke` are arguments that make it quick.
+    """
+    arms = list(arms)
+    grids: dict[int, Grid] = {n: {arm: {0: n} for arm in arms} for n in (1, LEAST_SEEDS, SEEDS, SEEDS_GPU)}
+    return {
+        "smoke": Profile(main=grids[1], set=smoke or {}),
+        "cpu": Profile(main=grids[SEEDS], floor=grids[LEAST_SEEDS]),
+        "gpu": Profile(main=grids[SEEDS_GPU], floor=grids[LEAST_SEEDS]),
+    }

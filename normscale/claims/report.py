@@ -17,8 +17,9 @@ from typing import Any
 
 from normscale.claims.claim import Cell, Claim, ProfileName
 from normscale.claims.discover import experiments_folder, list_claims
+from normscale.claims.expect import Value
 from normscale.claims.figures.drawing import draw
-from normscale.claims.manifest import cells_of, results_of
+from normscale.claims.manifest import cells_of, left_out_of, results_of
 from normscale.claims.page import markdown, page
 from normscale.claims.results import Result
 from normscale.claims.verdict import Judgement, judge
@@ -38,6 +39,7 @@ class Reported:
     results: list[Result]
     run_ids: list[str]
     figure: Path | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
@@ -58,7 +60,9 @@ class Reported:
         for row in told["measured"]:
             row["paper"] = self.claim.paper.get(row["name"])
         head = {"id": self.claim.id, "says": self.claim.says, "source": self.claim.source, "profile": self.profile}
-        return head | told | {"runs": {"done": self.done, "of": len(self.results)}, "command": self.command}
+        left_out = {"left_out": list(self.left_out)} if self.left_out else {}
+        runs = {"done": self.done, "of": len(self.results), **left_out}
+        return head | told | {"runs": runs, "command": self.command}
 
     def environments(self) -> list[dict[str, Any]]:
         """Returns the machines and versions that its runs saw, each once."""
@@ -192,7 +196,11 @@ def _gather(claim: Claim, runs: Path, profile: ProfileName | None) -> Reported:
         cells = cells_of(runs, claim.id, candidate)
         if cells:
             results = results_of(runs, cells)
-            return Reported(claim, candidate, judge(claim, candidate, results), results, [run for _, run in cells])
+            judgement, left_out = judge(claim, candidate, results), left_out_of(runs, claim.id, candidate)
+            return Reported(claim, candidate, judgement, results, [run for _, run in cells], left_out=left_out)
+        if left_out := left_out_of(runs, claim.id, candidate):
+            judgement = Judgement("not run", f"NOT RUN - {'; '.join(left_out)}")
+            return Reported(claim, candidate, judgement, [], [], left_out=left_out)
     return Reported(claim, None, Judgement("not run", "NOT RUN - it was never started"), [], [])
 
 
@@ -232,6 +240,9 @@ def _cell(claim: Claim, result: Result, run_id: str) -> dict[str, Any]:
         if result.record is not None and quantity in result.record.series:
             series = result.record.series[quantity]
             told[quantity] = dict(zip(map(str, series.steps), series.values, strict=True))
+    for number, when in dict.fromkeys((e.number, e.when) for e in claim.expect if isinstance(e, Value)):
+        if (value := result.number(number, when)) is not None:
+            told[number if when == "last" else f"{number} {when}"] = value
     for profile in claim.profiles_judged:
         if (array := result.layers(profile)) is not None:
             told[profile] = [float(f"{value:.4g}") for value in array]

@@ -15,6 +15,7 @@ from normscale.claims.claim import Cell, Role, Verdict
 from normscale.claims.fit import Estimate
 from normscale.claims.state import State, state_of
 from normscale.tracking.reader import RunRecord, Series
+from normscale.tracking.record import USER
 
 WORST_FIRST: tuple[Verdict, ...] = ("refuted", "inconclusive", "not run", "supported")
 MAIN: tuple[Role, ...] = ("main", "control")
@@ -48,6 +49,21 @@ class Result:
         if step in series.steps:
             return series.values[series.steps.index(step)]
         return math.nan if self.broke_off and self.record.summary.get("bad_step", -1) <= step else None
+
+    def number(self, name: str, when: str = "last") -> float | None:
+        """Returns a number of a finished run: one of a measurement, a recorded scalar, or one of the run's summary.
+
+        None where the run has none; NaN where a training broke off, whose last record is not that of its end.
+        """
+        if self.record is None or not self.record.finished:
+            return None
+        series = self.record.series.get(USER + name) or self.record.series.get(name)
+        if self.broke_off and (series is None or when != "first"):
+            return math.nan
+        if series is None or not series.values:
+            found = self.record.summary.get(name)
+            return float(found) if isinstance(found, int | float) else None
+        return max(series.values) if when == "max" else series.values[0 if when == "first" else -1]
 
     def layers(self, profile: str, when: str = "last") -> NDArray[np.float64] | None:
         """Returns an array over layers as it was first or last recorded, or None as for `value`.

@@ -10,13 +10,15 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from normscale.claims.claim import Cell, Claim, ProfileName, run_config
+from normscale.claims.budget import divide, said
+from normscale.claims.claim import Cell, Claim, ProfileName, work_config
 from normscale.claims.cost import Cost, Device, fitted, from_finished, hours
 from normscale.claims.discover import list_claims, select
 from normscale.claims.manifest import cells_of, outcomes_of, record_of, write_manifest
@@ -28,11 +30,13 @@ from normscale.claims.workers import Job, Pool, cores
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig, TrackingConfig
 from normscale.errors import BadInput
+from normscale.measures.config import MeasureConfig
 from normscale.progress import duration
 from normscale.tracking.sink_process import Sink, links, port_of_claims, ui_words
 from normscale.tracking.ui_port import HERE
 
-Configs = Sequence[tuple[Claim, list[tuple[Cell, RunConfig]]]]
+Work = RunConfig | MeasureConfig
+Configs = Sequence[tuple[Claim, list[tuple[Cell, Work]]]]
 
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
@@ -46,7 +50,8 @@ class Plan:
 
     claim: Claim
     cells: list[tuple[Cell, str]] = field(default_factory=list)
-    configs: dict[str, RunConfig] = field(default_factory=dict)
+    configs: dict[str, Work] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()  # what a budget had no room for
 
 
 def run_claims(
@@ -59,11 +64,15 @@ def run_claims(
     reports: Path = Path("reports"),
     part: Part | None = None,
     then_judge: bool = False,
+    hours: float | None = None,
 ) -> int:
     """Runs, judges and reports claims (`core`: all core claims); returns 0 when every run has a result, else 1.
 
     With `part`, its share of the runs alone: no verdict, no report, nothing sent to MLflow. When every part has ended,
     a start without one finds their runs done, and judges; `then_judge` waits for the other parts and does so.
+
+    With `hours`, as many of the runs as they pay for, the claims that tell most a minute first (see `budget`); when
+    they are over, no further run begins. A start with the same hours again goes on.
 
     What the results say does not change the code: a refuted claim is a success. The report also shows the other
     claims of the checkout, from what is stored of them, but a smoke report does not.
@@ -79,9 +88,12 @@ def run_claims(
     if workers is not None and workers < 1:
         raise BadInput(f"--workers: {workers} cannot train anything; give 1 or more")
     configs = [
-        (claim, [(cell, run_config(claim, cell, str(runs), uri)) for cell in claim.cells(profile)]) for claim in claims
+        (claim, [(cell, work_config(claim, cell, str(runs), uri)) for cell in claim.cells(profile)]) for claim in claims
     ]
     asked = [claim.id for claim in claims]
+    if hours is not None and (hours <= 0 or part is not None):
+        said = "parts are cut alike on every machine, and hours are not" if part else f"{hours:g} pays for nothing"
+        raise BadInput(f"--hours: {said}; give one of --hours and --part" if part else f"--hours: {said}; give more")
     if part is not None:
         code = _run_part(configs, profile, runs, workers, part)
         if code != 0 or not then_judge:
@@ -96,11 +108,11 @@ def run_claims(
     print(f"{', '.join(asked)}: profile {profile}", flush=True)
     with _devices(profile), _sigterm():
         with _Sink(runs, uri) as sink:
-            plans, jobs = _train(configs, profile, runs, workers)
+            plans, jobs = _train(configs, profile, runs, workers, hours=hours)
             written = write_report(runs, listed, {claim.id: profile for claim in claims}, reports)
             for plan in plans:
                 _note(plan, profile, runs, written)
-        lost = [job for job in jobs if job.outcome != "done"]
+        lost = [job for job in jobs if job.outcome != "done" and not (hours and job.outcome is None)]
         print(f"\n{written.said(asked)}")
         for line in sink.links(claims, profile):
             print(line)
@@ -132,6 +144,7 @@ def planned(
     runs: Path = Path("runs"),
     workers: int | None = None,
     part: Part | None = None,
+    hours: float | None = None,
 ) -> list[str]:
     """Returns a line for each run that `run_claims` would start or find done: its claim, name and what sets it apart.
 
@@ -142,23 +155,27 @@ def planned(
     """
     lines, configs = [], []
     for claim in select(list(ids), list_claims()):
-        configs.append((claim, [(cell, run_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
+        configs.append((claim, [(cell, work_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
     with _devices(profile):
         plans = [_plan(claim, own) for claim, own in configs]
         jobs, done = _jobs(plans, runs, part)
+        cost = from_finished(runs, _device(profile)) or (Cost() if _device(profile) == "cpu" else None)
+        shared: list[str] = []
+        if hours is not None and cost is not None:
+            plans, jobs, shared = _within(plans, jobs, profile, cost, hours, workers or _at_a_time(profile))
         mine = _runs_of(plans, part)
     for plan in plans:
         for cell, run_id in plan.cells:
             if run_id in mine:
                 lines.append(f"{plan.claim.id}: {cell.name}: {_setting(plan.configs[run_id])}")
-    device = _device(profile)
-    cost = from_finished(runs, device) or (Cost() if device == "cpu" else None)
     price = _price(plans, jobs, done, cost, min(workers or _at_a_time(profile), max(1, len(jobs))))
     cut = "" if part is None else f", part {part}"
-    return [*lines, *price, f"{len(lines)} runs in profile {profile}{cut}; nothing was started"]
+    return [*lines, *price, *shared, f"{len(lines)} runs in profile {profile}{cut}; nothing was started"]
 
 
-def _setting(config: RunConfig) -> str:
+def _setting(config: Work) -> str:
+    if isinstance(config, MeasureConfig):
+        return " ".join([*(f"{key}={value}" for key, value in config.arguments.items()), f"seed={config.seed}"])
     optim, model = config.train.optim, config.model
     blocks = f"N={model.N} M={model.M}" if model.N else f"M={model.M}"
     return f"scheme={model.scheme} {blocks} {optim.name} lr={optim.lr:g} steps={config.train.steps} seed={config.seed}"
@@ -198,46 +215,96 @@ def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | N
 
 
 def _train(
-    configs: Configs, profile: ProfileName, runs: Path, workers: int | None, part: Part | None = None
+    configs: Configs,
+    profile: ProfileName,
+    runs: Path,
+    workers: int | None,
+    part: Part | None = None,
+    hours: float | None = None,
 ) -> tuple[list[Plan], list[Job]]:
-    """Brings every run of the claims, or of the part, to its end, as far as it has one."""
+    """Brings every run of the claims, of the part, or within the hours, to its end, as far as it has one."""
+    until = None if hours is None else time.monotonic() + 3600 * hours
     cells = sum(len(own) for _, own in configs)
     size = min(workers or _at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
         plans = [_plan(claim, own) for claim, own in configs]
         jobs, done = _jobs(plans, runs, part)
-        for plan in plans:
+        for plan in plans if hours is None else []:
             if part is None or cells_of(runs, plan.claim.id, profile) != plan.cells:  # parts leave a verdict alone
                 _note(plan, profile, runs)
         device = _device(profile)
         try:
             cost = from_finished(runs, device) or _trial(pool, jobs, device) if jobs else None
-            print("\n".join(_price(plans, jobs, done, cost, pool.size)), flush=True)
+            shared: list[str] = []
+            if hours is not None and cost is not None:
+                plans, jobs, shared = _within(plans, jobs, profile, cost, hours, pool.size)
+                for plan in plans:
+                    _note(plan, profile, runs)
+            print("\n".join([*_price(plans, jobs, done, cost, pool.size), *shared]), flush=True)
             if jobs:
-                _drive(pool, jobs, plans if part is None else [], profile, runs)
+                _drive(pool, jobs, plans if part is None else [], profile, runs, until)
+            if until is not None:
+                _not_begun(plans, jobs, profile)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_kept(jobs, done, pool.running)) from None
     return plans, jobs
 
 
-def _plan(claim: Claim, configs: list[tuple[Cell, RunConfig]]) -> Plan:
+def _within(
+    plans: Sequence[Plan], jobs: Sequence[Job], profile: ProfileName, cost: Cost, hours: float, workers: int
+) -> tuple[list[Plan], list[Job], list[str]]:
+    """Returns what hours pay for, plans and jobs in the order in which they are run, and lines that say so."""
+    costs = {job.run_id: cost.of(job.config) for job in jobs}
+    asked = [(plan.claim, plan.cells) for plan in plans]
+    budget = f"a budget of {hours:g} hours"
+    by_id = {plan.claim.id: plan for plan in plans}
+    cut: list[Plan] = []
+    ranks: dict[str, int] = {}
+    lines = [f"within {budget}, what tells most a minute first:"]
+    for rank, share in enumerate(divide(asked, profile, costs, 3600 * hours, workers)):
+        plan, kept = by_id[share.claim.id], {run for _, run in share.kept}
+        ordered = [(cell, run) for cell, run in plan.cells if run in kept]
+        configs = {run: config for run, config in plan.configs.items() if run in kept}
+        cut.append(Plan(plan.claim, ordered, configs, tuple(said(share, budget))))
+        for run in kept:
+            ranks.setdefault(run, rank)
+        told = "; ".join(cut[-1].left_out) or "all of it"
+        lines.append(f"  {rank + 1:>2} {share.claim.id}: {len(kept)} of {len(plan.configs)} runs; {told}")
+    kept_jobs = [job for job in jobs if job.run_id in ranks]
+    for job in kept_jobs:
+        job.rank = ranks[job.run_id]
+    return cut, kept_jobs, lines
+
+
+def _not_begun(plans: Sequence[Plan], jobs: Sequence[Job], profile: ProfileName) -> None:
+    """Takes the runs that the time was up for out of their claims; a run of a claim's floor stays, and is missing."""
+    late = {job.run_id for job in jobs if job.outcome is None}
+    for plan in plans:
+        names = [cell.name for cell, run in plan.cells if run in late]
+        if names:
+            plan.left_out = (*plan.left_out, f"the time was up before {len(names)} runs ({names[0]} among them)")
+        plan.cells = [one for one in plan.cells if one[1] not in late or plan.claim.in_floor(profile, one[0])]
+
+
+def _plan(claim: Claim, configs: list[tuple[Cell, Work]]) -> Plan:
     import torch
 
+    from normscale.measures import run as measurement
     from normscale.train.identity import run_id_of
 
     torch.set_num_threads(1)  # as the workers do: it is part of what a run is
 
     plan = Plan(claim)
     for cell, config in configs:
-        run_id = run_id_of(config)
+        run_id = measurement.run_id_of(config) if isinstance(config, MeasureConfig) else run_id_of(config)
         plan.cells.append((cell, run_id))
         plan.configs[run_id] = config
     return plan
 
 
-def _runs_of(plans: Sequence[Plan], part: Part | None) -> dict[str, RunConfig]:
+def _runs_of(plans: Sequence[Plan], part: Part | None) -> dict[str, Work]:
     """Returns the runs that the claims need, each once, or this part of them."""
-    runs: dict[str, RunConfig] = {}
+    runs: dict[str, Work] = {}
     for plan in plans:
         runs |= {run_id: config for run_id, config in plan.configs.items() if run_id not in runs}
     mine = runs if part is None else part.share(list(runs.items()))
@@ -265,7 +332,9 @@ def _trial(pool: Pool, jobs: Sequence[Job], device: Device) -> Cost | None:
 
     None where even these failed on a GPU, of which nothing is known without them.
     """
-    tried = jobs[0].config
+    tried = next((job.config for job in jobs if isinstance(job.config, RunConfig)), None)
+    if tried is None:
+        return Cost(source="what their claims say", device=device)
     sides = [side for side in ("N", "M") if getattr(tried.model, side)]
     with tempfile.TemporaryDirectory(prefix="normscale-trial-") as folder:
         trials = []
@@ -277,13 +346,20 @@ def _trial(pool: Pool, jobs: Sequence[Job], device: Device) -> Cost | None:
             }
             settings |= {"train.schedule.warmup_steps": 0, "train.eval_every": 0, "probes.update": {}}
             config = revise(tried, {**settings, "tracking.runs": folder, "tracking.uri": None})
-            trials.append(Job("", f"trial {layers}", config))
-        pool.run(trials)
-    timed = [(trial.config, trial.step_s) for trial in trials if trial.step_s]
+            trials.append((config, Job("", f"trial {layers}", config)))
+        pool.run([trial for _, trial in trials])
+    timed = [(config, trial.step_s) for config, trial in trials if trial.step_s]
     return fitted(timed, "a short trial on this machine", device) or (Cost() if device == "cpu" else None)
 
 
-def _drive(pool: Pool, jobs: Sequence[Job], plans: Sequence[Plan], profile: ProfileName, runs: Path) -> None:
+def _drive(
+    pool: Pool,
+    jobs: Sequence[Job],
+    plans: Sequence[Plan],
+    profile: ProfileName,
+    runs: Path,
+    until: float | None = None,
+) -> None:
     progress = RunsProgress(jobs, pool.size)
 
     def tell(job: Job | None) -> None:
@@ -293,7 +369,7 @@ def _drive(pool: Pool, jobs: Sequence[Job], plans: Sequence[Plan], profile: Prof
                 _note(plan, profile, runs)
 
     try:
-        pool.run(jobs, tell)
+        pool.run(jobs, tell, until)
     finally:
         progress.end()
 
@@ -309,13 +385,17 @@ def _kept(jobs: Sequence[Job], done: int, at_work: Sequence[Job]) -> str:
 
 def _note(plan: Plan, profile: ProfileName, runs: Path, written: Written | None = None) -> None:
     """Writes the manifest with what is known by now; with the verdict once the report is written."""
+    if not plan.cells and cells_of(runs, plan.claim.id, profile):
+        return  # a budget that has no room for it now leaves what there is
     if written is None:
-        write_manifest(runs, plan.claim, profile, plan.cells, {})
+        write_manifest(runs, plan.claim, profile, plan.cells, {}, left_out=plan.left_out)
         return
     reported = next(reported for reported in written.claims if reported.claim.id == plan.claim.id)
     outcomes = outcomes_of(plan.claim, reported.results, plan.cells)
     figures = [reported.figure] if reported.figure else []
-    write_manifest(runs, plan.claim, profile, plan.cells, outcomes, reported.judgement, figures, written.page)
+    write_manifest(
+        runs, plan.claim, profile, plan.cells, outcomes, reported.judgement, figures, written.page, plan.left_out
+    )
 
 
 class _Sink:

@@ -20,23 +20,29 @@ from typing import Any, Literal
 
 from normscale.config.schema import RunConfig
 from normscale.errors import StoreError
+from normscale.measures.config import MeasureConfig
 from normscale.tracking.files import try_lock
 
 Outcome = Literal["done", "failed", "lost"]
 
 TRAIN = "normscale.train.run:run"
+MEASURE = "normscale.measures.run:run"
 MESSAGE_S = 0.3  # a worker reports its step this often at most
 HELD_S = 2.0  # a run that another process holds is tried again after this
 
 
 @dataclass
 class Job:
-    """A run to be trained, and what is known of it. An empty `run_id` takes whatever it turns out to be."""
+    """A run to be trained or measured, and what is known of it. An empty `run_id` takes whatever it turns out to be.
+
+    Of two jobs that wait, the one with the lower `rank` begins first; of like rank, the dearer one.
+    """
 
     run_id: str
     name: str
-    config: RunConfig
+    config: RunConfig | MeasureConfig
     cost: float = 1.0
+    rank: int = 0
     share: float = 0.0  # of its steps that are done
     outcome: Outcome | None = None
     note: str = ""
@@ -55,7 +61,8 @@ class _Worker:
 class Pool:
     """Workers that live until `close`; use it as a context.
 
-    `entry` names the training function as "module:function"; it is called with a RunConfig and `on_step`.
+    `entry` names the training function as "module:function"; it is called with a RunConfig and `on_step`. A job that
+    is a measurement is measured.
     """
 
     def __init__(self, workers: int, entry: str = TRAIN):
@@ -75,10 +82,20 @@ class Pool:
     def running(self) -> list[Job]:
         return [worker.job for worker in self._workers if worker.job]
 
-    def run(self, jobs: Sequence[Job], tell: Callable[[Job | None], None] = lambda job: None) -> None:
-        """Trains all jobs; `tell` is called with every job that ended, and with None a few times a second."""
-        waiting = sorted(jobs, key=lambda job: -job.cost)
+    def run(
+        self,
+        jobs: Sequence[Job],
+        tell: Callable[[Job | None], None] = lambda job: None,
+        until: float | None = None,
+    ) -> None:
+        """Runs all jobs; `tell` is called with every job that ended, and with None a few times a second.
+
+        At `until` (of time.monotonic) those that run are let end, and no other begins: those have no outcome.
+        """
+        waiting = sorted(jobs, key=_turn)
         while waiting or self.running:
+            if until is not None and time.monotonic() >= until:
+                waiting.clear()
             for worker in self._workers:
                 if worker.job is None and (job := _next(waiting)):
                     waiting.remove(job)
@@ -165,7 +182,7 @@ class Pool:
         job.note = f"its worker died (exit status {code})"
         if job.deaths < 2:
             waiting.append(job)
-            waiting.sort(key=lambda job: -job.cost)
+            waiting.sort(key=_turn)
             return False
         job.outcome = "lost"
         return True
@@ -174,6 +191,10 @@ class Pool:
 def cores() -> int:
     """Returns the number of cores this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def _turn(job: Job) -> tuple[int, float]:
+    return job.rank, -job.cost
 
 
 def _next(waiting: list[Job]) -> Job | None:
@@ -190,17 +211,25 @@ def _work(pipe: Connection, entry: str) -> None:
 
         torch.set_num_threads(1)
         torch.set_num_interop_threads(1)
-    module, function = entry.split(":")
-    train = getattr(importlib.import_module(module), function)
+    train = _function(entry)
     while True:
         try:
-            config = RunConfig.model_validate(pipe.recv())
+            given = pipe.recv()
         except EOFError:
             return  # the parent is gone
-        pipe.send(_train(train, config, pipe))
+        if "measure" in given:
+            pipe.send(_train(_function(MEASURE), MeasureConfig.model_validate(given), pipe))
+        else:
+            pipe.send(_train(train, RunConfig.model_validate(given), pipe))
 
 
-def _train(train: Callable[..., Any], config: RunConfig, pipe: Connection) -> tuple[str, Any]:
+def _function(entry: str) -> Callable[..., Any]:
+    module, function = entry.split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _train(train: Callable[..., Any], config: RunConfig | MeasureConfig, pipe: Connection) -> tuple[str, Any]:
     first = last = 0.0
     steps = 0
     told = time.monotonic()
@@ -225,10 +254,11 @@ def _train(train: Callable[..., Any], config: RunConfig, pipe: Connection) -> tu
     return "done", (run_id, (last - first) / (steps - 1) if steps > 1 else None)
 
 
-def _held(config: RunConfig, message: str) -> bool:
+def _held(config: RunConfig | MeasureConfig, message: str) -> bool:
     """Returns whether the error names a run folder that another process holds right now."""
     folder = Path(message.split(":", 1)[0])
-    if folder.parent != Path(config.tracking.runs).absolute() or not (folder / ".lock").exists():
+    runs = config.runs if isinstance(config, MeasureConfig) else config.tracking.runs
+    if folder.parent != Path(runs).absolute() or not (folder / ".lock").exists():
         return False
     descriptor = try_lock(folder / ".lock")
     if descriptor is not None:

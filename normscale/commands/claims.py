@@ -23,9 +23,11 @@ def run(options: argparse.Namespace) -> int:
     """Runs and judges claims, or one part of them."""
     from normscale.claims.runner import planned, run_claims
 
-    ids = [*options.words, *(["core"] if options.core else [])]
+    ids = [*options.words, *(["core"] if options.core else []), *(["all"] if options.all else [])]
     if not ids:
-        raise BadInput("claim run: no claim; name one of normscale claim list (make claims-list), or give --core")
+        raise BadInput(
+            "claim run: no claim; name one of normscale claim list (make claims-list), or give --core or --all"
+        )
     check_folder(options.runs, "--runs", made=True)
     part = None
     if options.part is not None:
@@ -35,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.then_judge:
         raise BadInput("--then-judge: goes with --part; a start without that judges at its end anyway")
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
-        print("\n".join(planned(ids, options.profile, options.runs, options.workers, part)))
+        print("\n".join(planned(ids, options.profile, options.runs, options.workers, part, options.hours)))
         return 0
     uri = None if options.uri == "null" else options.uri  # as tracking.uri=null
     try:
@@ -52,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
                 workers=options.workers,
                 part=part,
                 then_judge=options.then_judge,
+                hours=options.hours,
             )
     except KeyboardInterrupt as error:
         kept = str(error) or "finished runs are kept; the same command goes on with the others"

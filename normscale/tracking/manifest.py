@@ -38,6 +38,7 @@ class Manifest:
     verdict: dict[str, Any] | None = None
     figures: tuple[str, ...] = ()
     report: str | None = None
+    left_out: tuple[str, ...] = ()
     path: Path = field(default=Path(), compare=False)
 
     @property
@@ -75,6 +76,7 @@ def read_manifest(path: Path) -> Manifest:
             verdict=_verdict(raw.get("verdict")),
             figures=tuple(str(path) for path in raw.get("figures") or ()),
             report=None if raw.get("report") is None else str(raw["report"]),
+            left_out=tuple(str(line) for line in raw.get("left_out") or ()),
             path=path,
         )
     except OSError as error:

@@ -234,7 +234,7 @@ def _table(manifest: Manifest, records: Mapping[str, RunRecord], outcomes: Mappi
     cells = [cell for cell in manifest.cells if cell.role in ("main", "control")]
     arms = list(dict.fromkeys(cell.arm for cell in cells))
     depths = sorted({cell.depth for cell in cells})
-    if not cells:
+    if not any(cell.depth for cell in cells):  # measurements have no depth: their numbers are in the other table
         return []
     heads = [_what(signals, records, outcomes), *(f"L{depth:04d}" for depth in depths)]
     lines = [

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from normscale.claims.claim import Cell, Claim, ProfileName
+from normscale.claims.expect import Value
 from normscale.claims.results import Result
 from normscale.tracking.reader import Profile, RunRecord, Series
+from normscale.tracking.record import USER
 from normscale.tracking.spool import SpoolWriter
 
 UNIGRAM = 3.25
@@ -122,6 +124,9 @@ def by_theory(claim: Claim) -> Callable[[Cell], RunRecord]:
     """Returns a maker of what theory lets one expect of any claim's cell; Post-Norm and its like die from 12 on."""
 
     def make(cell: Cell) -> RunRecord:
+        values = {e.number: 1.0 for e in (*claim.expect, *claim.control) if isinstance(e, Value)}
+        if claim.measure is not None:
+            return measurement(values)
         wobble = 1 + 0.03 * math.sin(3 * cell.seed + cell.depth + 7 * list(claim.arms).index(cell.arm))
         if "update" in claim.quantities and not claim.asks_training(cell.arm):
             update = 1e-2 * cell.lr * cell.depth ** SLOPES[cell.arm] * SIZES.get(cell.arm, 1.0) * wobble
@@ -131,7 +136,7 @@ def by_theory(claim: Claim) -> Callable[[Cell], RunRecord]:
         dying = cell.arm.startswith(DYING) and cell.depth >= 24
         gap = 0.01 * wobble if dying else 0.9 * wobble - 0.04 * math.log2(cell.depth)
         layers = _layers(cell, wobble) if claim.profiles_judged else None
-        return record(gap, improves=0.002 if dying else 0.1, layers=layers)
+        return record(gap, improves=0.002 if dying else 0.1, layers=layers, numbers=values)
 
     return make
 
@@ -145,3 +150,11 @@ def _layers(cell: Cell, wobble: float) -> dict[str, list[list[float]]]:
     removal[5::3] = np.nan
     found = {"angle": [angle * wobble], "removal": [removal * wobble], "stream_rms": [rms, rms**1.4 * wobble]}
     return {name: [row.tolist() for row in rows] for name, rows in found.items()}
+
+
+def measurement(numbers: dict[str, float], run_id: str = "run") -> RunRecord:
+    """Returns the record of a measurement that gave these numbers."""
+    values = {USER + name: series({0: value}) for name, value in numbers.items()}
+    end = {"outcome": "finished", "exit_code": 0, "summary": {"seconds": 0.1, "steps": 1}}
+    start: dict[str, Any] = {"run_id": run_id, "config": {"measure": "made_up"}}
+    return RunRecord(Path("runs") / run_id, run_id, start, values, {}, [], end, 1)

@@ -97,7 +97,7 @@ def test_an_interrupt_says_what_is_kept_and_what_begins_again() -> None:
 def test_an_interrupt_keeps_what_is_done_and_ends_the_workers(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int | None] = []
 
-    def interrupted(self: Any, jobs: Any, tell: Any = None) -> None:
+    def interrupted(self: Any, jobs: Any, tell: Any = None, until: Any = None) -> None:
         pids.extend(self.pids)
         raise KeyboardInterrupt
 
@@ -118,7 +118,7 @@ def test_an_interrupt_keeps_what_is_done_and_ends_the_workers(checkout: Path, mo
 def test_a_run_without_a_result_is_named_and_the_exit_code_says_so(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose(self: Any, jobs: Any, tell: Any = lambda job: None) -> None:
+    def lose(self: Any, jobs: Any, tell: Any = lambda job: None, until: Any = None) -> None:
         for job in jobs:
             job.outcome, job.note = "lost", "its worker died (exit status -9)"
             tell(job)
@@ -199,3 +199,60 @@ def test_a_gpu_that_nothing_ran_on_has_no_price(checkout: Path) -> None:
     known = runner._price([plan], [job], 0, runner.Cost(device="cuda", source="x"), 1)
     assert known[0].endswith("GPU-hours (estimated by x)")
     assert runner._price([plan], [], 7, None, 1) == ["all 7 runs are done already"]
+
+
+def test_a_budget_says_what_runs_in_which_order_and_what_does_not(checkout: Path) -> None:
+    def lines(hours: float) -> list[str]:
+        return runner.planned(["all"], "cpu", Path("runs"), workers=1, hours=hours)
+
+    assert [line.strip() for line in lines(1)[-4:-1]] == [
+        "within a budget of 1 hours, what tells most a minute first:",
+        "1 one: 2 of 2 runs; all of it",
+        "2 two: 2 of 2 runs; all of it",
+    ]
+    none = lines(1e-6)
+    assert "all 0 runs are done already" in none
+    assert none[-2].strip() == (
+        "2 two: 0 of 2 runs; its floor takes about 0 core-minutes, for which a budget of 1e-06 hours had no room"
+        " (2 runs in all)"
+    )
+    assert none[-1].startswith("0 runs in profile cpu")
+
+
+def test_a_claim_that_the_budget_has_no_room_for_is_reported_as_such_and_takes_nothing_away(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.Pool, "run", lambda *_: None)  # the trial alone
+    assert run_claims(["two"], "cpu", runs=Path("runs"), uri=None, workers=1, hours=1e-6) == 0
+    assert "NOT RUN       its floor takes about 0 core-minutes" in capsys.readouterr().out
+    report = json.loads((checkout / "reports" / "latest" / "report.json").read_text())
+    found = next(claim for claim in report["claims"] if claim["id"] == "two")
+    assert (found["verdict"], found["runs"]["of"]) == ("not run", 0)
+    assert "had no room" in found["runs"]["left_out"][0]
+    assert not read_manifest(manifest_path(checkout / "runs", "two", "cpu")).cells
+
+    # Once there are runs of it, a later budget without room leaves them in the report.
+    claim = next(claim for claim in runner.list_claims() if claim.id == "two")
+    plan = runner.Plan(claim, [(cell, cell.name) for cell in claim.cells("cpu")])
+    runner._note(plan, "cpu", checkout / "runs")
+    run_claims(["two"], "cpu", runs=Path("runs"), uri=None, workers=1, hours=1e-6)
+    assert len(read_manifest(manifest_path(checkout / "runs", "two", "cpu")).cells) == 2
+
+
+def test_runs_that_the_time_was_up_for_are_no_lost_ones(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.Pool, "run", lambda *_: None)  # nothing begins any more
+    assert run_claims(["two"], "cpu", runs=Path("runs"), uri=None, workers=1, hours=1) == 0
+    said = capsys.readouterr()
+    assert "no result" not in said.err
+    manifest = read_manifest(manifest_path(checkout / "runs", "two", "cpu"))
+    assert len(manifest.cells) == 2  # of its floor, so they are missing and not forgotten
+    assert manifest.left_out == ("the time was up before 2 runs (L0001 pre s0 among them)",)
+
+
+def test_hours_are_more_than_none_and_not_for_a_part(checkout: Path) -> None:
+    with pytest.raises(BadInput, match=r"--hours: 0 pays for nothing"):
+        run_claims(["one"], "cpu", runs=Path("runs"), uri=None, hours=0)
+    with pytest.raises(BadInput, match=r"one of --hours and --part"):
+        run_claims(["one"], "cpu", runs=Path("runs"), uri=None, hours=1, part=runner.Part(1, 2))

@@ -76,6 +76,19 @@ def test_all_jobs_are_done_longest_first_on_single_threaded_workers(
     assert all(one.step_s is not None and 0.0005 < one.step_s < 0.1 for one in jobs)
 
 
+def test_a_rank_comes_before_the_cost_and_after_the_time_nothing_begins(
+    tmp_path: Path, pool: Callable[[int], Pool]
+) -> None:
+    jobs = [job("a", tmp_path, 1), job("b", tmp_path, 9), job("c", tmp_path, 5)]
+    jobs[1].rank = 1
+    one = pool(1)
+    one.run(jobs)
+    assert [name for name, *_ in log(tmp_path)] == ["c", "a", "b"]
+    late = job("d", tmp_path)
+    one.run([late], until=time.monotonic())
+    assert (late.outcome, len(log(tmp_path))) == (None, 3)
+
+
 def test_two_workers_share_the_queue(tmp_path: Path, pool: Callable[[int], Pool]) -> None:
     jobs = [job("sleeps", tmp_path), job("a", tmp_path), job("b", tmp_path)]
     both = pool(2)

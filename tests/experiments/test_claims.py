@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from normscale.claims.claim import Claim, run_config
+from normscale.claims.claim import Claim, ProfileName, run_config, work_config
 from normscale.claims.discover import list_claims
-from normscale.claims.expect import Dies, SlopeWithin, Thirds
+from normscale.claims.expect import Dies, SlopeWithin, Thirds, Value
 from normscale.claims.protocol import DEPTH, SMALL
 from normscale.claims.runner import run_claims
 from normscale.claims.verdict import describe, judge
+from normscale.measures.config import MeasureConfig
+from normscale.measures.run import bound
 from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, record, results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +27,26 @@ def test_every_cell_of_every_profile_is_a_valid_configuration_and_named_once(cla
         cells = claim.cells(profile)
         assert len({cell.name for cell in cells}) == len(cells)
         for cell in cells:
-            model = run_config(claim, cell, "runs", None).model
-            assert {model.N, model.M} <= {0, cell.depth}
+            config = work_config(claim, cell, "runs", None)
+            if isinstance(config, MeasureConfig):
+                bound(config)
+                assert cell.depth == 0
+            else:
+                assert {config.model.N, config.model.M} <= {0, cell.depth}
+
+
+@every_claim
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_the_floor_is_part_of_the_claim_and_enough_to_judge_it(claim: Claim, profile: ProfileName) -> None:
+    scale = claim.profiles[profile]
+    assert scale.floor is not None, "say what cannot be left out"
+    for arm, depths in scale.floor.items():
+        assert all(seeds <= scale.main[arm][depth] for depth, seeds in depths.items()), arm
+    everything = results(claim, profile, by_theory(claim))
+    floor = [result for result in everything if claim.in_floor(profile, result.cell)]
+    judgement = judge(claim, profile, floor)
+    assert judgement.verdict == judge(claim, profile, everything).verdict, judgement.headline
+    assert all(part.verdict != "not run" for part in judgement.parts), judgement.headline
 
 
 @every_claim
@@ -37,6 +57,7 @@ def test_a_reader_finds_names_reasons_and_only_numbers_that_exist(claim: Claim) 
     assert claim.differs
     for expectation in (*claim.expect, *claim.control):
         assert claim.labels[expectation.arm] in describe(claim, expectation)
+        assert not isinstance(expectation, Value) or expectation.number in claim.numbers
     measured = {item.name for item in judge(claim, "cpu", results(claim, "cpu", by_theory(claim))).measured}
     assert set(claim.paper) <= measured
 
@@ -57,7 +78,7 @@ def runs_of(*ids: str) -> dict[str, set[str]]:
     """Returns the runs of claims by what they are."""
     cells = {name: CLAIMS[name].cells("cpu") for name in ids}
     return {
-        name: {json.dumps(run_config(CLAIMS[name], cell, "r", None).numerical(), sort_keys=True) for cell in own}
+        name: {json.dumps(work_config(CLAIMS[name], cell, "r", None).numerical(), sort_keys=True) for cell in own}
         for name, own in cells.items()
     }
 

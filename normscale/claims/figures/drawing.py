@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscale.claims.claim import Claim, FigureName
-from normscale.claims.figures import gap, growth, slopes
+from normscale.claims.figures import gap, growth, slopes, values
 from normscale.claims.results import Result
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def draw(claim: Claim, results: Sequence[Result], path: Path) -> bool:
         "slopes": slopes.draw,
         "mixed": slopes.draw_mixed,
         "growth": growth.draw,
+        "values": values.draw,
     }
     figure = kinds[claim.figure](claim, [result for result in results if result.record is not None])
     if figure is None:

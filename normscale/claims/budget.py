@@ -1,0 +1,139 @@
+"""A budget of time: which runs of which claims it pays for, in which order. Pure functions of costs.
+
+The claims that tell most a minute come first: the number of expectations that a claim judges, over what its floor still
+costs. Where all runs are too much, seeds go first, then cells, then whole claims, each time from the claim that tells
+least; a claim is never cut below its floor, since it could not be judged. Runs that are done, or that another claim
+keeps, cost nothing, so nothing is saved by leaving them out.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from normscale.claims.claim import Cell, Claim, ProfileName
+
+Cells = list[tuple[Cell, str]]
+"""(cell, id of its run)"""
+
+Step = Literal["seed", "cell", "claim"]
+STEPS: tuple[Step, ...] = ("seed", "cell", "claim")
+SHOWN = 6  # names in a sentence about what is left out
+
+
+@dataclass
+class Share:
+    """What a claim gets: the cells that are run, and those that are left out, with the step that they went in."""
+
+    claim: Claim
+    profile: ProfileName
+    kept: Cells
+    left_out: list[tuple[Cell, str, Step]] = field(default_factory=list)
+    floor_s: float = 0.0
+
+    @property
+    def told_a_minute(self) -> float:
+        """Returns the expectations that a minute of one core decides."""
+        return len(self.claim.expect) / max(self.floor_s / 60, 1e-9)
+
+    def floor(self) -> Cells:
+        return [(cell, run) for cell, run in self.kept if self.claim.in_floor(self.profile, cell)]
+
+
+def divide(
+    asked: Sequence[tuple[Claim, Cells]],
+    profile: ProfileName,
+    costs: Mapping[str, float],
+    budget_s: float,
+    workers: int,
+) -> list[Share]:
+    """Returns what each claim gets of a budget, in the order in which they are to be run.
+
+    `costs` are seconds of one worker by run, for the runs that are not done yet.
+    """
+    shares = [Share(claim, profile, list(cells)) for claim, cells in asked]
+    for share in shares:
+        share.floor_s = sum(costs.get(run, 0.0) for run in {run for _, run in share.floor()})
+    shares.sort(key=lambda share: -share.told_a_minute)  # stable: of like worth, as the checkout has them
+    purse = _Purse(shares, costs, budget_s, workers)
+    dropped = [drop for step in STEPS for share in reversed(shares) for drop in _drops(share, step, purse)]
+    for share, step, cells in reversed(dropped):  # what was dropped last may leave room for something cheaper
+        if step == "claim" or _any_floor_kept(share):
+            purse.take_back(share, cells)
+    return shares
+
+
+def said(share: Share, budget: str) -> list[str]:
+    """Returns what is left out of a claim, and why, as sentences."""
+    if not share.left_out:
+        return []
+    if not share.kept:
+        runs = len({run for _, run, _ in share.left_out})
+        floor = share.floor_s / 60
+        return [f"its floor takes about {floor:.0f} core-minutes, for which {budget} had no room ({runs} runs in all)"]
+    lines = []
+    for step, noun in (("seed", "further seeds"), ("cell", "cells")):
+        names = [cell.name for cell, _, own in share.left_out if own == step]
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines.append(f"{budget} had no room for {noun}: {', '.join(names[:SHOWN])}{more}")
+    return lines
+
+
+class _Purse:
+    """The runs that are paid for, with the number of claims that keep each."""
+
+    def __init__(self, shares: Sequence[Share], costs: Mapping[str, float], budget_s: float, workers: int) -> None:
+        self.costs, self.budget_s, self.workers = costs, budget_s, workers
+        self.keepers = Counter(run for share in shares for run in {run for _, run in share.kept})
+
+    def over(self) -> bool:
+        """Returns whether it is too much; the longest run bounds the time, however many workers there are."""
+        left = [self.costs.get(run, 0.0) for run, keepers in self.keepers.items() if keepers]
+        return max([sum(left) / self.workers, *left], default=0.0) > self.budget_s
+
+    def drop(self, share: Share, step: Step, cells: Cells) -> None:
+        for cell, run in cells:
+            share.kept.remove((cell, run))
+            share.left_out.append((cell, run, step))
+            self.keepers[run] -= 1
+
+    def take_back(self, share: Share, cells: Cells) -> None:
+        self.keepers.update(run for _, run in cells)
+        if self.over():
+            self.keepers.subtract(run for _, run in cells)
+            return
+        for cell, run in cells:
+            share.left_out = [item for item in share.left_out if item[:2] != (cell, run)]
+            share.kept.append((cell, run))
+
+
+def _drops(share: Share, step: Step, purse: _Purse) -> list[tuple[Share, Step, Cells]]:
+    """Drops cells of a claim one by one, the highest seeds and then the dearest first, while it is all too much."""
+    if step == "claim":
+        if purse.over() and any(run in purse.costs for _, run in share.kept):
+            whole = list(share.kept)
+            purse.drop(share, step, whole)
+            return [(share, step, whole)]
+        return []
+    first: dict[str, int] = {}
+    for cell, _ in share.kept:
+        first[cell.group] = min(cell.seed, first.get(cell.group, cell.seed))
+    free = [
+        (cell, run)
+        for cell, run in share.kept
+        if run in purse.costs
+        and not share.claim.in_floor(share.profile, cell)
+        and (step == "cell" or cell.seed > first[cell.group])
+    ]
+    dropped: list[tuple[Share, Step, Cells]] = []
+    for one in sorted(free, key=lambda one: (-one[0].seed, -purse.costs[one[1]])):
+        if not purse.over():
+            break
+        purse.drop(share, step, [one])
+        dropped.append((share, step, [one]))
+    return dropped
+
+
+def _any_floor_kept(share: Share) -> bool:
+    return any(share.claim.in_floor(share.profile, cell) for cell, _ in share.kept)

@@ -1,0 +1,145 @@
+"""Any number of a run, as a mean over seeds: the judge of `Value`.
+
+Supported when the whole 95 % interval lies strictly beyond the bar, or strictly between the two; refuted when the
+whole of it lies on the other side of one of them, the bar included; else inconclusive.
+"""
+
+import math
+from collections.abc import Sequence
+
+from normscale.claims.claim import Claim, Verdict
+from normscale.claims.expect import Value
+from normscale.claims.fit import Estimate, mean, ratio
+from normscale.claims.results import MAIN, Measured, Part, Result
+
+WHEN = {"first": " at its beginning", "last": "", "max": ", at its largest"}
+
+
+def describe(claim: Claim, expectation: Value) -> str:
+    """Returns the expectation as a sentence."""
+    return f"{_subject(claim, expectation)} is {_bars(expectation)}"
+
+
+def judge_value(claim: Claim, expectation: Value, results: Sequence[Result]) -> Part:
+    says, subject = describe(claim, expectation), _subject(claim, expectation)
+    values = values_of(expectation, results)
+    known = [value for value in values if value is not None]
+    if not known:
+        return Part(says, "not run", f"{subject}: not measured", "no run of this profile has it")
+    counted = f"{len(known)} of {len(values)} {'pairs of runs' if expectation.than else 'runs'}"
+    estimate = _estimate(expectation, known)
+    if estimate is None:
+        odd = "not finite" if not all(map(math.isfinite, known)) else "zero or negative, so that there is no ratio"
+        return Part(says, "inconclusive", f"{subject}: {odd} in some run", counted)
+    told = f"{estimate.value:.3g}"
+    detail = f"{told}{_spread(estimate) or ' (one run)'}, {counted}"
+    if len(known) < len(values):
+        return Part(says, "inconclusive", f"{subject} {told}", f"{detail}: a missing run is no measurement")
+    if estimate.lo is None or estimate.hi is None:
+        return Part(says, "inconclusive", f"{subject} {told} (one seed has no interval)", detail)
+    verdict = _verdict(expectation, estimate.lo, estimate.hi)
+    bars = f" ({_bars(expectation)} was expected)" if verdict == "refuted" else ""
+    return Part(says, verdict, f"{subject} {told}{_spread(estimate) if verdict == 'inconclusive' else bars}", detail)
+
+
+def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
+    """Returns what the `Value` expectations look at, then the same numbers of every other arm."""
+    found: dict[str, Measured] = {}
+    expectations = [e for e in (*claim.expect, *claim.control) if isinstance(e, Value)]
+    for expectation in expectations:
+        known = [value for value in values_of(expectation, results) if value is not None]
+        if known and (estimate := _estimate(expectation, known)) is not None:
+            found[name_of(expectation)] = Measured.of(
+                name_of(expectation), _subject(claim, expectation), estimate, _unit(expectation)
+            )
+    depths = {arm: sorted({r.cell.depth for r in results if r.cell.arm == arm}) for arm in claim.arms}
+    for number, when in dict.fromkeys((e.number, e.when) for e in expectations):
+        for alone in (Value(arm, number, at=depth, when=when) for arm in claim.arms for depth in depths[arm]):
+            known = [value for value in values_of(alone, results) if value is not None]
+            if known and name_of(alone) not in found and (estimate := _estimate(alone, known)) is not None:
+                found[name_of(alone)] = Measured.of(name_of(alone), _subject(claim, alone), estimate, _unit(alone))
+    return list(found.values())
+
+
+def name_of(expectation: Value) -> str:
+    """Returns the name of a number for programs, e.g. `pre L12 gap` or `rms-1024 over ln-1024 kernel_s`."""
+    arm = expectation.arm + (f" L{expectation.at}" if expectation.at else "")
+    when = "" if expectation.when == "last" else f" {expectation.when}"
+    number = f"{expectation.number}{when}"
+    if expectation.than is None:
+        return f"{arm} {number}"
+    word = "over" if expectation.compare == "ratio" else "minus"
+    other = expectation.than + (f" L{_than_at(expectation)}" if expectation.at else "")
+    return f"{arm} {word} {other} {number}"
+
+
+def values_of(expectation: Value, results: Sequence[Result]) -> list[float | None]:
+    """Returns the number of every seed, or of every pair of seeds; None where a run is missing."""
+    own = _by_seed(expectation, expectation.arm, expectation.at, results)
+    if expectation.than is None:
+        return list(own.values())
+    other = _by_seed(expectation, expectation.than, _than_at(expectation), results)
+    pairs = [(own.get(seed), other.get(seed)) for seed in sorted(own.keys() | other.keys())]
+    return [_compared(expectation, one, two) for one, two in pairs]
+
+
+def _than_at(expectation: Value) -> int:
+    return expectation.at if expectation.than_at is None else expectation.than_at
+
+
+def _by_seed(expectation: Value, arm: str, at: int, results: Sequence[Result]) -> dict[int, float | None]:
+    own = [r for r in results if (r.cell.arm, r.cell.depth) == (arm, at) and r.cell.role in MAIN]
+    return {r.cell.seed: r.number(expectation.number, expectation.when) for r in own}
+
+
+def _compared(expectation: Value, one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return None
+    if expectation.compare == "difference":
+        return one - other
+    return one / other if other and math.isfinite(other) else math.nan
+
+
+def _estimate(expectation: Value, known: Sequence[float]) -> Estimate | None:
+    if not all(math.isfinite(value) for value in known):
+        return None
+    if expectation.than is not None and expectation.compare == "ratio":
+        return ratio([0.0] * len(known), known)
+    return mean(known)
+
+
+def _verdict(expectation: Value, lo: float, hi: float) -> Verdict:
+    above = -math.inf if expectation.above is None else expectation.above
+    below = math.inf if expectation.below is None else expectation.below
+    if above < lo and hi < below:
+        return "supported"
+    return "refuted" if hi <= above or lo >= below else "inconclusive"
+
+
+def _subject(claim: Claim, expectation: Value) -> str:
+    at, other_at = expectation.at, _than_at(expectation)
+    arm = claim.labels[expectation.arm] + (f", {at} blocks" if at else "")
+    number = claim.numbers.get(expectation.number, expectation.number) + WHEN[expectation.when]
+    if expectation.than is None:
+        return f"{arm}: {number}"
+    word = "over" if expectation.compare == "ratio" else "minus"
+    other = claim.labels[expectation.than] + (f", {other_at} blocks" if other_at != at else "")
+    return f"{arm}: {number}, {word} that of {other}"
+
+
+def _bars(expectation: Value) -> str:
+    if expectation.above is not None and expectation.below is not None:
+        return f"between {expectation.above:g} and {expectation.below:g}"
+    if expectation.above is not None:
+        return f"above {expectation.above:g}"
+    return "finite" if expectation.below is None else f"below {expectation.below:g}"
+
+
+def _unit(expectation: Value) -> str:
+    return "1" if expectation.than is not None and expectation.compare == "ratio" else ""
+
+
+def _spread(estimate: Estimate) -> str:
+    if estimate.lo is None or estimate.hi is None:
+        return ""
+    return f" (95 % {estimate.lo:.3g}..{estimate.hi:.3g})"

@@ -1,0 +1,130 @@
+"""The judge of `Value`, from made-up records."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from normscale.claims.claim import Cell, Claim, Profile
+from normscale.claims.expect import Trains, Value
+from normscale.claims.results import Result
+from normscale.claims.verdict import describe, judge
+from tests.claims.synthetic import measurement, record, results
+
+
+def claim(*expect: Value, control: Sequence[Value | Trains] = (), seeds: int = 3) -> Claim:
+    return Claim(
+        id="m",
+        says="It is small.",
+        source="nowhere",
+        family="precision",
+        base={},
+        arms={"ln": {}, "rms": {}},
+        labels={"ln": "LayerNorm", "rms": "RMSNorm"},
+        profiles={name: Profile({"ln": {0: seeds}, "rms": {0: seeds}}) for name in ("cpu", "smoke")},  # type: ignore[misc]
+        control=tuple(control),
+        expect=expect,
+        figure="values",
+        how="",
+        differs=(),
+        numbers={"error": "error"},
+        measure="made_up",
+    )
+
+
+def of(values: dict[str, Sequence[float | None]]) -> Callable[[Cell], Any]:
+    def make(cell: Cell) -> Any:
+        value = values[cell.arm][cell.seed]
+        return None if value is None else measurement({"error": value})
+
+    return make
+
+
+def verdict(expect: Value, values: dict[str, Sequence[float | None]]) -> str:
+    own = claim(expect)
+    return judge(own, "cpu", results(own, "cpu", of(values))).verdict
+
+
+ONE = {"rms": [1.0, 1.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1.9, 2.0, 2.1], "supported"),  # 95 % 1.75..2.25
+        ([0.9, 1.0, 1.1], "refuted"),
+        ([1.4, 1.5, 1.6], "inconclusive"),
+        ([1.5, 1.5, 1.5], "refuted"),  # at the bar is not above it
+        ([1.9, None, 2.1], "inconclusive"),  # a missing run is no measurement
+        ([1.9, math.nan, 2.1], "inconclusive"),
+        ([None] * 3, "inconclusive"),
+    ],
+)
+def test_above_a_bar(values: list[float | None], said: str) -> None:
+    assert verdict(Value("ln", "error", above=1.5), {"ln": values} | ONE) == said
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [([0.0] * 3, "supported"), ([1e-3] * 3, "refuted"), ([2e-3] * 3, "refuted"), ([0, 1e-3, 2e-3], "inconclusive")],
+)
+def test_below_a_bar(values: list[float], said: str) -> None:
+    assert verdict(Value("ln", "error", below=1e-3), {"ln": values} | ONE) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1.5, "supported"), (1.0, "refuted"), (2.0, "refuted"), (0.5, "refuted"), (3.0, "refuted")]
+)
+def test_between_two_bars(value: float, said: str) -> None:
+    assert verdict(Value("ln", "error", above=1.0, below=2.0), {"ln": [value] * 3} | ONE) == said
+
+
+def test_pairs_of_seeds_share_what_their_seed_brings() -> None:
+    values = {"ln": [2.0, 20.0, 200.0], "rms": [1.0, 10.0, 100.0]}
+    assert verdict(Value("ln", "error", above=1.9, than="rms"), values) == "supported"
+    assert verdict(Value("ln", "error", above=2.0, than="rms"), values) == "refuted"
+    assert verdict(Value("ln", "error", above=0.5, than="rms", compare="difference"), values) == "inconclusive"
+    assert verdict(Value("ln", "error", above=1.9, than="rms"), values | {"rms": [0.0] * 3}) == "inconclusive"
+
+
+def test_one_seed_has_no_interval_and_smoke_no_verdict() -> None:
+    own = claim(Value("ln", "error", above=1.5), seeds=1)
+    assert judge(own, "cpu", results(own, "cpu", of({"ln": [9.0], "rms": [1.0]}))).verdict == "inconclusive"
+    judgement = judge(own, "smoke", results(own, "smoke", of({"ln": [9.0], "rms": [1.0]})))
+    assert judgement.verdict == "not run"
+    assert judgement.measured
+
+
+def test_a_control_that_fails_leaves_everything_open() -> None:
+    own = claim(Value("ln", "error", above=1.5), control=[Value("rms", "error", above=1.5)])
+    found = judge(own, "cpu", results(own, "cpu", of({"ln": [9.0] * 3} | ONE)))
+    assert found.verdict == "inconclusive"
+    assert "the control failed: RMSNorm: error 1 (above 1.5 was expected)" in found.headline
+
+
+def test_the_numbers_of_all_arms_are_told_and_expectations_are_sentences() -> None:
+    own = claim(Value("ln", "error", above=1.5, than="rms"))
+    found = judge(own, "cpu", results(own, "cpu", of({"ln": [9.0] * 3} | ONE)))
+    assert {item.name: item.value for item in found.measured} == {
+        "ln over rms error": pytest.approx(9),
+        "ln error": 9,
+        "rms error": 1,
+    }
+    assert describe(own, own.expect[0]) == "LayerNorm: error, over that of RMSNorm is above 1.5"
+    between = Value("ln", "error", above=0, below=2, than="rms", compare="difference")
+    assert describe(own, between) == "LayerNorm: error, minus that of RMSNorm is between 0 and 2"
+
+
+def test_numbers_of_trainings_are_their_last_first_or_largest() -> None:
+    made = record(gap=0.5, steps=180, numbers={"attn_logit_max": 7.0})
+    made.series["attn_logit_max"].steps[:] = [1, 90, 180]
+    made.series["attn_logit_max"].values[:] = [7.0, 90.0, 30.0]
+    result = Result(Cell("ln", 12, 0, 1e-3, "main"), made)
+    assert [result.number("attn_logit_max", when) for when in ("first", "max", "last")] == [7.0, 90.0, 30.0]
+    assert result.number("loss_val") == pytest.approx(2.75)
+    assert result.number("steps") == 180  # of the summary
+    assert result.number("nothing") is None
+    broken = Result(Cell("ln", 12, 0, 1e-3, "main"), record(outcome="nan", numbers={"attn_logit_max": 7.0}))
+    assert math.isnan(broken.number("attn_logit_max") or 0)
+    assert broken.number("attn_logit_max", "first") == 7.0
