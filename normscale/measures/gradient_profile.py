@@ -1,0 +1,62 @@
+"""How gradients go through a deep model at initialisation, with its norms and with all of them taken out."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from normscale.config.load import revise
+from normscale.config.schema import RunConfig
+from normscale.data.batches import Batches
+from normscale.data.task import load_task
+from normscale.models.builder import build
+from normscale.norms import Norm
+
+BATCH, SPAN = 2, 10
+ENDLESS = 38.0  # decades: what counts for a gradient that is not finite in fp32
+
+Init = Literal["xavier_normal", "normal"]
+
+
+def measure(seed: int, scheme: str, norms: bool, blocks: int, init: Init = "xavier_normal") -> dict[str, float]:
+    """Returns, of one backward pass through a decoder on text:
+
+    - `range`: log10 of the largest over the smallest gradient norm of a block's weights (norms' own left out);
+    - `growth`: log10 of the largest factor by which that norm grows over 10 blocks on the way down, 38 where one of
+      them is not finite;
+    - `decades_down`: log10 of the first block's over the last block's, the same.
+    """
+    model_settings = {"model.scheme": scheme, "model.M": blocks, "model.init": init, "model.positions": "learned"}
+    config = revise(RunConfig(), {**model_settings, "train.batch": BATCH, "seed": seed})
+    task = load_task(config)
+    model = build(config.model, task.vocab, seed)
+    own = {id(p) for module in model.modules() if isinstance(module, Norm) for p in module.parameters()}
+    if not norms:
+        _without_norms(model)
+    batch = Batches(task.train, batch=BATCH, seed=seed).window(0)[0]
+    logits = model(batch.tokens_BT, **batch.beside)
+    nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten()).backward()  # type: ignore[no-untyped-call]
+    sizes = [_size([p for p in block.parameters() if id(p) not in own]) for block in model.blocks]
+    if not all(math.isfinite(size) and size > 0 for size in sizes):
+        return {"range": ENDLESS, "growth": ENDLESS, "decades_down": ENDLESS}
+    logs = [math.log10(size) for size in sizes]
+    pairs = zip(logs, logs[SPAN:], strict=False)
+    return {
+        "range": max(logs) - min(logs),
+        "growth": max((deep_from_top - above for deep_from_top, above in pairs), default=0.0),
+        "decades_down": logs[0] - logs[-1],
+    }
+
+
+def _size(parameters: list[nn.Parameter]) -> float:
+    grads = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
+    return float(torch.stack(grads).sum().sqrt())
+
+
+def _without_norms(model: nn.Module) -> None:
+    """Puts the identity where norms were."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Norm):
+                module._modules[name] = nn.Identity()
