@@ -1,0 +1,145 @@
+"""What each measurement gives where algebra says what it must give."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from normscale.config.load import revise
+from normscale.config.schema import RunConfig
+from normscale.data.task import load_task
+from normscale.measures import (
+    attention_entropy,
+    eps_nan,
+    fp8_norm,
+    gradient_profile,
+    half_norm,
+    ln_geometry,
+    ln_lossy,
+    norm_time,
+    overflow,
+    stale_stats,
+    two_ranks,
+)
+from normscale.models.builder import build
+from normscale.ops.norm import layernorm, rmsnorm
+
+
+def test_geometry_of_the_sphere() -> None:
+    found = ln_geometry.measure(0, "layernorm", 64, eps=1e-12)
+    assert found["length"] == pytest.approx(1, abs=1e-6)
+    assert found["unit_distance"] == pytest.approx(7, abs=1e-4)  # sqrt(64) - 1
+    assert found["length_spread"] < 1e-6
+    assert found["collapse"] < 1e-6
+    # Of a scale-free map: |N(x + y) - N(x) - N(y)| for directions at right angles, (sqrt(2) - 1) sqrt(2) / sqrt(2).
+    assert found["additivity"] == pytest.approx(math.sqrt(2) - 1, abs=0.02)
+    small = ln_geometry.measure(0, "rmsnorm", 1024, eps=1e-5)["small_length"]
+    assert small == pytest.approx(math.sqrt(0.5), abs=0.01)
+
+
+def test_a_mean_is_told_by_what_keeps_it() -> None:
+    kept, lost = ln_lossy.measure(0, "rmsnorm", 16), ln_lossy.measure(0, "layernorm", 16)
+    assert kept["mean_share"] > 0.99
+    assert lost["mean"] < 0.05
+    assert lost["mean_share"] < 0.05
+
+
+@pytest.mark.parametrize(("eps", "gain"), [(1e-4, 100.0), (1e-8, 1e4)])
+def test_a_constant_rows_gradient_grows_by_the_root_of_eps(eps: float, gain: float) -> None:
+    found = eps_nan.measure(0, "layernorm", eps, "constant")
+    assert found["amplification"] == pytest.approx(gain, rel=0.02)
+    assert found["bad_rows"] == 0
+
+
+def test_rows_without_a_gradient_are_counted_and_have_no_gain() -> None:
+    assert eps_nan.measure(0, "rmsnorm", 0.0, "zero") == {"bad_rows": 1.0, "amplification": 0.0}
+    assert eps_nan.measure(0, "rmsnorm", 0.0, "normal")["bad_rows"] == 0
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norms_in_fp32_and_64_are_those_of_the_operations(norm: Any) -> None:
+    x = torch.randn(8, 64, dtype=torch.float64)
+    mine = half_norm._rounded(norm, x, 1e-5)
+    truth = layernorm(x, None, None, 1e-5) if norm == "layernorm" else rmsnorm(x, None, 1e-5)
+    torch.testing.assert_close(mine, truth)
+    assert half_norm.measure(0, norm, "fp32", "fp16")["error"] < 1e-6
+    assert 1e-4 < half_norm.measure(0, norm, "fp16", "fp16")["error"] < 2e-3
+    assert 1e-3 < half_norm.measure(0, norm, "bf16", "fp16")["error"] < 2e-2
+
+
+def test_a_sum_of_squares_beyond_fp16_leaves_no_row() -> None:
+    # 1024 squares of 100 add up to 10^7; 1 / sqrt(inf) is 0, so the row is finite, and all wrong.
+    found = half_norm.measure(0, "rmsnorm", "fp16", "fp16", scale=100.0)
+    assert found["error"] == 1
+
+
+def test_dividing_first_stands_any_size_and_multiplying_back_minds_the_scale() -> None:
+    plain, article = overflow.measure(0, "rmsnorm"), overflow.measure(0, "article")
+    assert plain["largest"] == 2  # the root of 65504 / 1024 is 8, and the sum of 1024 squares scatters by a few %
+    assert article["largest"] == 11  # its product overflows: the top of a row, 4.5 deviations, times itself times 2^12
+    assert plain["scale_error"] < 1e-4
+    assert article["scale_error"] == pytest.approx(3, rel=0.01)  # four times as large, less one
+    assert overflow.measure(0, "scaled")["scale_error"] < 1e-4
+
+
+def test_three_bits_are_coarser_than_seven() -> None:
+    errors = {kind: fp8_norm.measure(0, "rmsnorm", kind, "output")["error"] for kind in ("bf16", "e4m3", "e5m2")}  # type: ignore[arg-type]
+    assert errors["e4m3"] / errors["bf16"] == pytest.approx(16, rel=0.15)
+    assert errors["e5m2"] / errors["e4m3"] == pytest.approx(2, rel=0.1)
+    assert fp8_norm.measure(0, "rmsnorm", "e4m3", "input", outlier=1e6)["flushed"] > 0.99  # all but one of 1024
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_statistics_of_its_own_change_nothing_and_others_do(norm: Any) -> None:
+    assert stale_stats.measure(0, norm, "recompute")["output_error"] < 1e-6
+    before = stale_stats.measure(0, norm, "before")
+    assert before["output_error"] > 1e-3
+    assert 1e-3 < before["scatter"] < 1
+
+
+def test_one_key_of_width_one_is_uniform_and_a_wide_one_is_not() -> None:
+    scaled, plain = (attention_entropy.measure(0, 256, scale) for scale in ("root", "none"))  # type: ignore[arg-type]
+    assert scaled["entropy"] == pytest.approx(1 - 0.5 / math.log(64), abs=0.02)  # log n - sigma^2 / 2 for normal logits
+    assert plain["entropy"] < scaled["entropy"] / 2
+    assert plain["largest"] > scaled["largest"]
+    # The Jacobian of a uniform softmax over n keys has the size sqrt(n - 1) / n.
+    assert scaled["gradient"] == pytest.approx(math.sqrt(63) / 64, rel=0.7)
+
+
+def test_gradients_of_a_residual_net_without_norms_grow_on_the_way_down() -> None:
+    without = gradient_profile.measure(0, "pre", False, 12)
+    assert without["growth"] >= 0
+    assert without["decades_down"] > gradient_profile.measure(0, "pre", True, 12)["decades_down"]
+    assert gradient_profile.measure(0, "post", True, 12)["range"] < gradient_profile.ENDLESS
+
+
+def test_times_are_compared_by_turns() -> None:
+    found = norm_time.measure(0, "kernel", "eager", 64, 16, pairs=3)
+    assert found.keys() == {"rms_over_ln"}
+    assert 0.05 < found["rms_over_ln"] < 20
+    step = norm_time.measure(0, "step", "eager", 64, 64, pairs=3)
+    assert step.keys() == {"rms_over_ln", "norm_share"}
+    assert step["norm_share"] < 1
+
+
+def test_ranks_see_their_share_of_the_rows_and_a_batch_of_their_own() -> None:
+    config = revise(RunConfig(), {"model.scheme": "pre", "model.M": 1, "train.batch": two_ranks.BATCH})
+    task = load_task(config)
+    model = build(config.model, task.vocab, 0)
+    whole, loss = two_ranks._pass(model, task, 0, 0, 1, "row")
+    parts = [two_ranks._pass(model, task, 0, rank, 2, "row") for rank in range(2)]
+    torch.testing.assert_close(torch.cat([part for part, _ in parts], dim=1), whole)
+    torch.testing.assert_close((parts[0][1] + parts[1][1]) / 2, loss)
+    batch, _ = two_ranks._pass(model, task, 0, 0, 1, "batch")
+    torch.testing.assert_close(batch, whole.mean(1, keepdim=True))
+    assert not torch.equal(two_ranks._pass(model, task, 0, 0, 2, "batch")[0], batch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # two processes that import torch
+def test_two_processes_send_each_other_what_they_see() -> None:
+    found = two_ranks.measure(0, "layernorm", "batch")
+    assert found["bits_apart"] == 1
+    assert found["statistics_apart"] > 1e-4
+    assert found["loss_apart"] < 1e-5
