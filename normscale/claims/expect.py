@@ -7,6 +7,8 @@ layers of one model. `Value` looks at any number of a run, a training or a measu
 from dataclasses import dataclass
 from typing import Literal
 
+When = Literal["first", "last", "max", "growth", "drift"]
+
 
 @dataclass(frozen=True)
 class Trains:
@@ -111,7 +113,8 @@ class Value:
 
     With `than` it is the arm's number over (`ratio`, a geometric mean) or minus (`difference`) that of another arm,
     seed by seed. `at` names the depth, and `than_at` the other's where it is another; a measurement has none.
-    `when` is the point of a run that the number is of: its first or last record, or the largest of all.
+    `when` is the point of a run that the number is of: its first or last record, the largest of all, the last over the
+    first (`growth`), or how far the last is from the first (`drift`).
     """
 
     arm: str
@@ -122,7 +125,7 @@ class Value:
     than: str | None = None
     than_at: int | None = None
     compare: Literal["ratio", "difference"] = "ratio"
-    when: Literal["first", "last", "max"] = "last"
+    when: When = "last"
 
 
 Training = Trains | Dies

@@ -165,6 +165,25 @@ of it is kept, and for steps of one size in every parameter."""
 WEIGHTS: Mapping[str, Any] = {"model.bias": False, "model.norm_options": {"gain": False, "bias": False}}
 """No gains and biases: the theorem counts the weight matrices of the branches alone."""
 
+
+def trained(
+    main: Grid,
+    floor: Grid,
+    *,
+    low_lr: Grid | None = None,
+    gpu: Grid | None = None,
+    low_lr_gpu: Grid | None = None,
+    long_gpu: Grid | None = None,
+) -> dict[ProfileName, Profile]:
+    """Returns the profiles of a claim about trained models; on a GPU as on a CPU unless a grid of its own is given."""
+    at_least_three: Grid = {arm: {depth: max(3, n) for depth, n in depths.items()} for arm, depths in main.items()}
+    return {
+        "smoke": Profile(main={arm: {2: 1} for arm in main}, set=SMOKE),
+        "cpu": Profile(main, low_lr or {}, floor=floor),
+        "gpu": Profile(gpu or at_least_three, low_lr_gpu or low_lr or {}, long_gpu or {}, floor=floor),
+    }
+
+
 SEEDS, SEEDS_GPU, LEAST_SEEDS = 5, 10, 3
 """Of a measurement, which takes seconds; three are the least that an interval over seeds is worth anything with."""
 

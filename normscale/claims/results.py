@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normscale.claims.claim import Cell, Role, Verdict
+from normscale.claims.expect import When
 from normscale.claims.fit import Estimate
 from normscale.claims.state import State, state_of
 from normscale.tracking.reader import RunRecord, Series
@@ -50,7 +51,7 @@ class Result:
             return series.values[series.steps.index(step)]
         return math.nan if self.broke_off and self.record.summary.get("bad_step", -1) <= step else None
 
-    def number(self, name: str, when: str = "last") -> float | None:
+    def number(self, name: str, when: When = "last") -> float | None:
         """Returns a number of a finished run: one of a measurement, a recorded scalar, or one of the run's summary.
 
         None where the run has none; NaN where a training broke off, whose last record is not that of its end.
@@ -63,7 +64,10 @@ class Result:
         if series is None or not series.values:
             found = self.record.summary.get(name)
             return float(found) if isinstance(found, int | float) else None
-        return max(series.values) if when == "max" else series.values[0 if when == "first" else -1]
+        first, last = series.values[0], series.values[-1]
+        if when == "growth":
+            return last / first if first else math.nan
+        return {"first": first, "last": last, "max": max(series.values), "drift": abs(last - first)}[when]
 
     def layers(self, profile: str, when: str = "last") -> NDArray[np.float64] | None:
         """Returns an array over layers as it was first or last recorded, or None as for `value`.

@@ -148,7 +148,9 @@ def _layers(cell: Cell, wobble: float) -> dict[str, list[list[float]]]:
     angle = np.full(cell.depth, 0.1) if flat else 0.3 / np.sqrt(blocks)
     removal = np.full(cell.depth, 0.05) if flat else 0.2 / blocks
     removal[5::3] = np.nan
+    grad = sublayers ** (0.5 if cell.arm.startswith("post") else 0.0)
     found = {"angle": [angle * wobble], "removal": [removal * wobble], "stream_rms": [rms, rms**1.4 * wobble]}
+    found["grad_norm"] = [grad, grad**2 * wobble]
     return {name: [row.tolist() for row in rows] for name, rows in found.items()}
 
 

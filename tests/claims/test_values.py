@@ -122,6 +122,8 @@ def test_numbers_of_trainings_are_their_last_first_or_largest() -> None:
     made.series["attn_logit_max"].values[:] = [7.0, 90.0, 30.0]
     result = Result(Cell("ln", 12, 0, 1e-3, "main"), made)
     assert [result.number("attn_logit_max", when) for when in ("first", "max", "last")] == [7.0, 90.0, 30.0]
+    assert result.number("attn_logit_max", "growth") == pytest.approx(30 / 7)
+    assert result.number("attn_logit_max", "drift") == 23.0
     assert result.number("loss_val") == pytest.approx(2.75)
     assert result.number("steps") == 180  # of the summary
     assert result.number("nothing") is None

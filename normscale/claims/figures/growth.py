@@ -18,7 +18,9 @@ PANELS = {
     "stream_rms": ("How large the stream is", "RMS of the residual stream after a sublayer"),
     "angle": ("How far a block turns it", "angle between a block's input and output (1 = half turn)"),
     "removal": ("What a block is worth", "increase of the held-out loss without the block (nats)"),
+    "grad_norm": ("How large its gradient is", "gradient norm of a sublayer's parameters"),
 }
+FROM_START = ("stream_rms", "grad_norm")  # shown at initialisation, too, on a logarithmic scale
 LINEAR_TO = 0.01  # nats: smaller increases are drawn on a linear scale, since they may be negative
 
 
@@ -30,12 +32,14 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
         for result in sorted(main, key=lambda result: result.cell.depth):
             if result.cell.arm == arm:
                 groups.setdefault((arm, result.cell.depth), []).append(result)
-    if not any(result.layers(name) is not None for result in main for name in PANELS):
+    panels = [name for name in PANELS if name in claim.profiles_judged]
+    if not any(result.layers(name) is not None for result in main for name in panels):
         return None
-    figure = new(12.5, 5.0)
+    figure = new(12.5 if len(panels) > 1 else 8.0, 5.0)
     handles: dict[str, Any] = {}
-    for column, (name, (title, what)) in enumerate(PANELS.items()):
-        axes = figure.add_subplot(1, len(PANELS), column + 1)
+    for column, name in enumerate(panels):
+        title, what = PANELS[name]
+        axes = figure.add_subplot(1, len(panels), column + 1)
         axes.axvspan(0, 1 / 3, color="#000000", alpha=0.04, lw=0)
         axes.axvspan(2 / 3, 1, color="#000000", alpha=0.04, lw=0)
         for arm, depth in groups:
@@ -48,7 +52,7 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
         axes.set_xlabel("layer, from first (0) to last (1)")
         axes.set_xlim(0, 1)
         plain(axes)
-        if name == "stream_rms":
+        if name in FROM_START:
             log_scale(axes)
             axes.plot([], [], ":", color=GREY, lw=1.2, label="at initialisation")
             axes.plot([], [], "-", color=GREY, lw=1.8, label="after training")
@@ -67,7 +71,7 @@ def _lines(axes: "Axes", claim: Claim, arm: str, runs: Sequence[Result], name: s
     ink, own = colour(claim, arm), dashes(variant(claim, arm))
     drawn: list[Any] = []
     for when, style in (("last", own), ("first", ":")):
-        if when == "first" and name != "stream_rms":
+        if when == "first" and name not in FROM_START:
             continue
         arrays = [array for run in runs if (array := run.layers(name, when)) is not None]
         if not arrays:

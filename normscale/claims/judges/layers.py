@@ -18,8 +18,9 @@ NOUNS = {
     "stream_rms": "RMS of the stream",
     "angle": "angle by which a block turns the stream",
     "removal": "loss increase without a block",
+    "grad_norm": "gradient of a sublayer",
 }
-UNITS = {"stream_rms": "1", "angle": "half turns", "removal": "nats"}
+UNITS = {"stream_rms": "1", "angle": "half turns", "removal": "nats", "grad_norm": "1"}
 WHEN = {"first": "at initialisation", "last": "after training"}
 
 

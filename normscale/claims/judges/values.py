@@ -8,11 +8,17 @@ import math
 from collections.abc import Sequence
 
 from normscale.claims.claim import Claim, Verdict
-from normscale.claims.expect import Value
+from normscale.claims.expect import Value, When
 from normscale.claims.fit import Estimate, mean, ratio
 from normscale.claims.results import MAIN, Measured, Part, Result
 
-WHEN = {"first": " at its beginning", "last": "", "max": ", at its largest"}
+WHEN: dict[When, str] = {
+    "first": " at the beginning",
+    "last": "",
+    "max": ", at its largest",
+    "growth": ", at the end over the beginning",
+    "drift": ", how far the end is from the beginning",
+}
 
 
 def describe(claim: Claim, expectation: Value) -> str:

@@ -1,0 +1,60 @@
+"""DeepNorm needs no learning-rate warm-up.
+
+A widely read article says so; the paper does not: every published run of DeepNorm had one. Expected as the article has
+it: at 24 and at 100 blocks DeepNorm trains from the first step at the full rate, and is no worse for it than by 0.05
+nats, a quarter of what it takes to have trained. That it trains with a warm-up is the control.
+"""
+
+from normscale.claims.claim import Claim
+from normscale.claims.expect import Trains, Value
+from normscale.claims.protocol import DEPTH, DESCRIBED, GAP, PILOT, trained
+
+DEEP = (24, 100)
+NONE = {"train.schedule.warmup_steps": 0}
+
+CLAIM = Claim(
+    id="depth-no-warmup",
+    says="DeepNorm needs no learning-rate warm-up.",
+    source="a widely read article on LayerNorm, RMSNorm and DeepNorm",
+    family="depth",
+    base=DEPTH,
+    arms={
+        "deepnorm": {"model.scheme": "deepnorm"},
+        "deepnorm-nowarmup": {"model.scheme": "deepnorm", **NONE},
+        "pre-nowarmup": {"model.scheme": "pre", **NONE},
+    },
+    labels={
+        "deepnorm": "DeepNorm",
+        "deepnorm-nowarmup": "DeepNorm without warm-up",
+        "pre-nowarmup": "Pre-Norm without warm-up",
+    },
+    control=(Trains("deepnorm", at=DEEP),),
+    expect=(
+        Trains("deepnorm-nowarmup", at=DEEP),
+        *(
+            Value("deepnorm-nowarmup", "gap", at=depth, than="deepnorm", compare="difference", above=-0.05)
+            for depth in DEEP
+        ),
+    ),
+    profiles=trained(
+        main={"deepnorm": {24: 3, 100: 3}, "deepnorm-nowarmup": {6: 3, 24: 3, 100: 3}, "pre-nowarmup": {24: 3}},
+        floor={"deepnorm": {24: 3, 100: 2}, "deepnorm-nowarmup": {24: 3, 100: 2}},
+        low_lr={"deepnorm-nowarmup": {100: 1}},
+        gpu={
+            "deepnorm": {24: 3, 100: 3, 200: 3},
+            "deepnorm-nowarmup": {6: 3, 24: 3, 100: 3, 200: 3},
+            "pre-nowarmup": {24: 3, 100: 3, 200: 3},
+        },
+        low_lr_gpu={"deepnorm-nowarmup": {24: 1, 100: 1, 200: 1}},
+    ),
+    core=False,
+    figure="gap",
+    numbers={"gap": "gap to the unigram entropy"},
+    how=f"{DESCRIBED} One arm has no warm-up: the rate is full from the first step. {GAP}",
+    differs=(
+        "the article gives no setting; the paper's runs have a warm-up of 4000 steps and more, and of 100 000 in all",
+        "120 steps of 512 tokens at width 64: what a missing warm-up does later in a run is not seen",
+        "0.05 nats, what counts as worse, is ours",
+        PILOT,
+    ),
+)
