@@ -82,10 +82,14 @@ def judge(claim: Claim, profile: ProfileName, results: Sequence[Result]) -> Judg
         verdict = "inconclusive"
     if "refuted" in verdicts and not failed:
         verdict = "refuted"
-    briefs = [f"the control failed: {part.brief}" for part in failed] or _told(parts, verdict)
+    briefs = [f"the control failed: {_with_topic(part)}" for part in failed] or _told(parts, verdict)
     missing = f" ({len(results) - done} of {len(results)} runs missing)" if done < len(results) else ""
     headline = f"{verdict.upper()} - {'; '.join(briefs)}{missing}"
     return Judgement(verdict, headline, measured, parts, control)
+
+
+def _with_topic(part: Part) -> str:
+    return f"{part.topic}: {part.brief}" if part.topic else part.brief
 
 
 def _told(parts: Sequence[Part], verdict: Verdict) -> list[str]:

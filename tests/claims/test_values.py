@@ -100,7 +100,7 @@ def test_a_control_that_fails_leaves_everything_open() -> None:
     own = claim(Value("ln", "error", above=1.5), control=[Value("rms", "error", above=1.5)])
     found = judge(own, "cpu", results(own, "cpu", of({"ln": [9.0] * 3} | ONE)))
     assert found.verdict == "inconclusive"
-    assert "the control failed: RMSNorm: error 1 (above 1.5 was expected)" in found.headline
+    assert "the control failed: error (above 1.5 expected): RMSNorm 1" in found.headline
 
 
 def test_the_numbers_of_all_arms_are_told_and_expectations_are_sentences() -> None:
@@ -114,6 +114,14 @@ def test_the_numbers_of_all_arms_are_told_and_expectations_are_sentences() -> No
     assert describe(own, own.expect[0]) == "LayerNorm: error, over that of RMSNorm is above 1.5"
     between = Value("ln", "error", above=0, below=2, than="rms", compare="difference")
     assert describe(own, between) == "LayerNorm: error, minus that of RMSNorm is between 0 and 2"
+
+
+def test_the_headline_names_a_number_and_its_bar_once() -> None:
+    own = claim(Value("ln", "error", above=1.5), Value("rms", "error", above=1.5), Value("rms", "error", below=2))
+    found = judge(own, "cpu", results(own, "cpu", of({"ln": [1.2] * 3} | ONE)))
+    assert found.headline == (
+        "REFUTED - error (above 1.5 expected): LayerNorm 1.2, RMSNorm 1; supported: error (below 2 expected): RMSNorm 1"
+    )
 
 
 def test_numbers_of_trainings_are_their_last_first_or_largest() -> None:

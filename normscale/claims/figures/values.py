@@ -38,7 +38,8 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
         axes = figure.add_subplot(lines, min(COLUMNS, len(panels)), place + 1)
         bars = [(e.arm, e.at, e.above, e.below) for e in judged if (e.number, e.when, e.than) == (number, when, None)]
         _panel(axes, claim, rows, [bar for _, _, *both in bars for bar in both if bar is not None])
-        axes.set_title((claim.numbers.get(number, number) + WHEN[when]).capitalize(), loc="left", fontsize=11)
+        title = claim.numbers.get(number, number) + WHEN[when]
+        axes.set_title(title[:1].upper() + title[1:], loc="left", fontsize=11)
     return figure
 
 

@@ -32,6 +32,7 @@ def judge_value(claim: Claim, expectation: Value, results: Sequence[Result]) -> 
     known = [value for value in values if value is not None]
     if not known:
         return Part(says, "not run", f"{subject}: not measured", "no run of this profile has it")
+    topic, brief = f"{_number(claim, expectation)} ({_bars(expectation)} expected)", _who(claim, expectation)
     counted = f"{len(known)} of {len(values)} {'pairs of runs' if expectation.than else 'runs'}"
     estimate = _estimate(expectation, known)
     if estimate is None:
@@ -40,12 +41,12 @@ def judge_value(claim: Claim, expectation: Value, results: Sequence[Result]) -> 
     told = f"{estimate.value:.3g}"
     detail = f"{told}{_spread(estimate) or ' (one run)'}, {counted}"
     if len(known) < len(values):
-        return Part(says, "inconclusive", f"{subject} {told}", f"{detail}: a missing run is no measurement")
+        return Part(says, "inconclusive", f"{brief} {told}", f"{detail}: a missing run is no measurement", topic)
     if estimate.lo is None or estimate.hi is None:
-        return Part(says, "inconclusive", f"{subject} {told} (one seed has no interval)", detail)
+        return Part(says, "inconclusive", f"{brief} {told} (one seed has no interval)", detail, topic)
     verdict = _verdict(expectation, estimate.lo, estimate.hi)
-    bars = f" ({_bars(expectation)} was expected)" if verdict == "refuted" else ""
-    return Part(says, verdict, f"{subject} {told}{_spread(estimate) if verdict == 'inconclusive' else bars}", detail)
+    spread = _spread(estimate) if verdict == "inconclusive" else ""
+    return Part(says, verdict, f"{brief} {told}{spread}", detail, topic)
 
 
 def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
@@ -74,9 +75,8 @@ def name_of(expectation: Value) -> str:
     number = f"{expectation.number}{when}"
     if expectation.than is None:
         return f"{arm} {number}"
-    word = "over" if expectation.compare == "ratio" else "minus"
     other = expectation.than + (f" L{_than_at(expectation)}" if expectation.at else "")
-    return f"{arm} {word} {other} {number}"
+    return f"{arm} {_word(expectation)} {other} {number}"
 
 
 def values_of(expectation: Value, results: Sequence[Result]) -> list[float | None]:
@@ -123,14 +123,33 @@ def _verdict(expectation: Value, lo: float, hi: float) -> Verdict:
 
 
 def _subject(claim: Claim, expectation: Value) -> str:
-    at, other_at = expectation.at, _than_at(expectation)
-    arm = claim.labels[expectation.arm] + (f", {at} blocks" if at else "")
-    number = claim.numbers.get(expectation.number, expectation.number) + WHEN[expectation.when]
+    arm, number = _arm(claim, expectation), _number(claim, expectation)
     if expectation.than is None:
         return f"{arm}: {number}"
-    word = "over" if expectation.compare == "ratio" else "minus"
-    other = claim.labels[expectation.than] + (f", {other_at} blocks" if other_at != at else "")
-    return f"{arm}: {number}, {word} that of {other}"
+    return f"{arm}: {number}, {_word(expectation)} that of {_other(claim, expectation)}"
+
+
+def _who(claim: Claim, expectation: Value) -> str:
+    """Returns whose number it is: the arm, or the arm over (or minus) the other."""
+    arm = _arm(claim, expectation)
+    return arm if expectation.than is None else f"{arm} {_word(expectation)} {_other(claim, expectation)}"
+
+
+def _arm(claim: Claim, expectation: Value) -> str:
+    return claim.labels[expectation.arm] + (f", {expectation.at} blocks" if expectation.at else "")
+
+
+def _other(claim: Claim, expectation: Value) -> str:
+    at = _than_at(expectation)
+    return claim.labels[expectation.than or ""] + (f", {at} blocks" if at != expectation.at else "")
+
+
+def _number(claim: Claim, expectation: Value) -> str:
+    return claim.numbers.get(expectation.number, expectation.number) + WHEN[expectation.when]
+
+
+def _word(expectation: Value) -> str:
+    return "over" if expectation.compare == "ratio" else "minus"
 
 
 def _bars(expectation: Value) -> str:
