@@ -18,9 +18,9 @@ from normscale.errors import BadInput
 from normscale.measures.config import MeasureConfig
 
 ProfileName = Literal["smoke", "cpu", "gpu"]
-Role = Literal["main", "control", "low-lr", "long"]
+Role = Literal["main", "control", "low-lr", "long", "sweep"]
 Verdict = Literal["supported", "refuted", "inconclusive", "not run"]
-FigureName = Literal["gap", "slopes", "growth", "mixed", "values"]
+FigureName = Literal["gap", "slopes", "growth", "mixed", "values", "sweep"]
 Settings = Mapping[str, Any]
 Grid = Mapping[str, Mapping[int, int]]
 """{arm: {blocks: number of seeds}}; the seeds of a cell are 0, 1, 2, ..."""
@@ -28,15 +28,17 @@ Grid = Mapping[str, Mapping[int, int]]
 DECODER = ("model.M",)
 LOW_LR = 3  # a dying arm is tried again at a learning rate lower by this, over as many times the steps: as far a way
 LONG = 5  # ... and, for one cell of a claim, over this many times the steps
-SUFFIX: dict[Role, str] = {"main": "", "control": "", "low-lr": " lr/3", "long": " x5 steps"}
+SUFFIX: dict[Role, str] = {"main": "", "control": "", "low-lr": " lr/3", "long": " x5 steps", "sweep": ""}
 
 
 @dataclass(frozen=True)
 class Profile:
     """How large a claim is run: the grids of its cells by role, and settings for this profile alone.
 
-    `floor` is the part of `main` below which the claim is not run at all, however small the budget, since it could not
-    be judged; None: all of it. One seed of each low-lr cell that belongs to a cell of the floor is part of it.
+    Each cell of `sweep` is run at every one of the claim's `rates`.
+
+    `floor` is the part of `main` and `sweep` below which the claim is not run at all, however small the budget, since
+    it could not be judged; None: all of it. One seed of each low-lr cell that belongs to a cell of the floor is in it.
     """
 
     main: Grid
@@ -44,6 +46,7 @@ class Profile:
     long: Grid = field(default_factory=dict)
     set: Settings = field(default_factory=dict)
     floor: Grid | None = None
+    sweep: Grid = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,15 @@ class Cell:
     @property
     def group(self) -> str:
         """Returns the name shared by the seeds of a cell, e.g. `L0012 post`; of a measurement the arm alone."""
-        return f"{self._at}{self.arm}{SUFFIX[self.role]}"
+        return f"{self._at}{self.arm}{self._told}"
 
     @property
     def name(self) -> str:
-        return f"{self._at}{self.arm} s{self.seed}{SUFFIX[self.role]}"
+        return f"{self._at}{self.arm} s{self.seed}{self._told}"
+
+    @property
+    def _told(self) -> str:
+        return f" lr{self.lr:.1e}" if self.role == "sweep" else SUFFIX[self.role]
 
     @property
     def _at(self) -> str:
@@ -101,6 +108,7 @@ class Claim:
     depth_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     core: bool = True
     numbers: Mapping[str, str] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
     measure: str | None = None
     seconds: float = 1.0
 
@@ -150,6 +158,9 @@ class Claim:
             for arm, depths in grid.items():
                 for depth, seeds in depths.items():
                     cells += [self._cell(scale, role, arm, depth, seed) for seed in range(seeds)]
+        for arm, depths in scale.sweep.items():
+            swept = [(depth, seed, rate) for depth in depths for seed in range(depths[depth]) for rate in self.rates]
+            cells += [self._cell(scale, "sweep", arm, depth, seed, rate) for depth, seed, rate in swept]
         return cells
 
     def in_floor(self, profile: ProfileName, cell: Cell) -> bool:
@@ -158,17 +169,19 @@ class Claim:
         if floor is None:
             return True
         seeds = floor.get(cell.arm, {}).get(cell.depth, 0)
-        if cell.role in ("main", "control"):
+        if cell.role in ("main", "control", "sweep"):
             return cell.seed < seeds
         return cell.role == "low-lr" and seeds > 0 and cell.seed == 0
 
-    def _cell(self, scale: Profile, role: Role, arm: str, depth: int, seed: int) -> Cell:
+    def _cell(self, scale: Profile, role: Role, arm: str, depth: int, seed: int, lr: float | None = None) -> Cell:
         if arm not in self.arms:
             raise BadInput(f"claim {self.id}: the grid names an arm {arm!r}; the arms are {', '.join(self.arms)}")
         settings = {**self.base, **scale.set, **self.arms[arm], "seed": seed}
         if self.measure is not None:
             return Cell(arm, depth, seed, 0.0, "main", settings)
         settings |= dict.fromkeys(self.depth_keys.get(arm, DECODER), depth)
+        if lr is not None:
+            settings["train.optim.lr"] = lr
         if role == "low-lr":
             settings["train.optim.lr"] /= LOW_LR
         if role in ("low-lr", "long"):

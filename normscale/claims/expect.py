@@ -1,7 +1,8 @@
 """The kinds of expectation a claim can have, as data; `judges` has one judging function for each.
 
 Two kinds ask whether models train. Four look at a number that runs record, over depth. Two look at an array over the
-layers of one model. `Value` looks at any number of a run, a training or a measurement.
+layers of one model. `Value` looks at any number of a run, a training or a measurement, and `Sensitive` at the runs of
+one model over learning rates.
 """
 
 from dataclasses import dataclass
@@ -128,7 +129,21 @@ class Value:
     when: When = "last"
 
 
+@dataclass(frozen=True)
+class Sensitive:
+    """The learning-rate sensitivity of an arm is above another's, as a mean over seeds, from the runs of the sweep.
+
+    Reference: Wortsman et al. 2023, arXiv:2309.14322, section 2.2: the mean over rates of min(loss, loss at
+    initialisation), minus the best loss.
+    """
+
+    arm: str
+    at: int
+    than: str
+    than_at: int
+
+
 Training = Trains | Dies
 Numeric = Slope | SlopeWithin | Steeper | Larger
 Layered = Thirds | Along
-Expectation = Training | Numeric | Layered | Value
+Expectation = Training | Numeric | Layered | Value | Sensitive

@@ -13,16 +13,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from normscale.claims.budget import divide, said
 from normscale.claims.claim import Cell, Claim, ProfileName, work_config
 from normscale.claims.cost import Cost, Device, fitted, from_finished, hours
 from normscale.claims.discover import list_claims, select
-from normscale.claims.manifest import cells_of, outcomes_of, record_of, write_manifest
+from normscale.claims.manifest import cells_of, outcomes_of, write_manifest
 from normscale.claims.parts import Part, leased, refuse_while_leased
+from normscale.claims.plans import Plan, Work, jobs_of, plan_of, runs_of, take_out_late, within
 from normscale.claims.progress import RunsProgress, time_left
 from normscale.claims.report import Written, writable, write_report
 from normscale.claims.waiting import wait_for_others
@@ -35,23 +34,12 @@ from normscale.progress import duration
 from normscale.tracking.sink_process import Sink, links, port_of_claims, ui_words
 from normscale.tracking.ui_port import HERE
 
-Work = RunConfig | MeasureConfig
 Configs = Sequence[tuple[Claim, list[tuple[Cell, Work]]]]
 
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
 SYNC_S = 180.0  # that the last sync into MLflow may take
 AROUND_S = 15.0  # starting the workers, the report and the last sync; empirical
-
-
-@dataclass
-class Plan:
-    """A claim, its cells with the ids of their runs, and the runs it needs."""
-
-    claim: Claim
-    cells: list[tuple[Cell, str]] = field(default_factory=list)
-    configs: dict[str, Work] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()  # what a budget had no room for
 
 
 def run_claims(
@@ -99,8 +87,8 @@ def run_claims(
         if code != 0 or not then_judge:
             return code
         with _devices(profile), _sigterm():
-            plans = [_plan(claim, own) for claim, own in configs]
-            wait_for_others(runs, asked, profile, lambda: len(_jobs(plans, runs)[0]))
+            plans = [plan_of(claim, own) for claim, own in configs]
+            wait_for_others(runs, asked, profile, lambda: len(jobs_of(plans, runs)[0]))
     refuse_while_leased(runs, asked, profile)
     if profile == "smoke":  # reports/latest keeps its verdicts
         reports, listed = reports / "smoke", claims
@@ -157,13 +145,13 @@ def planned(
     for claim in select(list(ids), list_claims()):
         configs.append((claim, [(cell, work_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
     with _devices(profile):
-        plans = [_plan(claim, own) for claim, own in configs]
-        jobs, done = _jobs(plans, runs, part)
+        plans = [plan_of(claim, own) for claim, own in configs]
+        jobs, done = jobs_of(plans, runs, part)
         cost = from_finished(runs, _device(profile)) or (Cost() if _device(profile) == "cpu" else None)
         shared: list[str] = []
         if hours is not None and cost is not None:
-            plans, jobs, shared = _within(plans, jobs, profile, cost, hours, workers or _at_a_time(profile))
-        mine = _runs_of(plans, part)
+            plans, jobs, shared = within(plans, jobs, profile, cost, hours, workers or _at_a_time(profile))
+        mine = runs_of(plans, part)
     for plan in plans:
         for cell, run_id in plan.cells:
             if run_id in mine:
@@ -209,7 +197,7 @@ def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | N
         own = [job for job in jobs if job.run_id in plan.configs]
         price = hours(sum(job.cost for job in own), cost.device)
         lines.append(f"  {plan.claim.id:<{width}}  {len(own):>3} of {len(plan.configs):>3} runs to do, {price}")
-    if sum(len(plan.configs) for plan in plans) > len(_runs_of(plans, None)):
+    if sum(len(plan.configs) for plan in plans) > len(runs_of(plans, None)):
         lines.append("  (runs that claims share are done once, and counted once in all)")
     return lines
 
@@ -227,8 +215,8 @@ def _train(
     cells = sum(len(own) for _, own in configs)
     size = min(workers or _at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
-        plans = [_plan(claim, own) for claim, own in configs]
-        jobs, done = _jobs(plans, runs, part)
+        plans = [plan_of(claim, own) for claim, own in configs]
+        jobs, done = jobs_of(plans, runs, part)
         for plan in plans if hours is None else []:
             if part is None or cells_of(runs, plan.claim.id, profile) != plan.cells:  # parts leave a verdict alone
                 _note(plan, profile, runs)
@@ -237,94 +225,17 @@ def _train(
             cost = from_finished(runs, device) or _trial(pool, jobs, device) if jobs else None
             shared: list[str] = []
             if hours is not None and cost is not None:
-                plans, jobs, shared = _within(plans, jobs, profile, cost, hours, pool.size)
+                plans, jobs, shared = within(plans, jobs, profile, cost, hours, pool.size)
                 for plan in plans:
                     _note(plan, profile, runs)
             print("\n".join([*_price(plans, jobs, done, cost, pool.size), *shared]), flush=True)
             if jobs:
                 _drive(pool, jobs, plans if part is None else [], profile, runs, until)
             if until is not None:
-                _not_begun(plans, jobs, profile)
+                take_out_late(plans, jobs, profile)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_kept(jobs, done, pool.running)) from None
     return plans, jobs
-
-
-def _within(
-    plans: Sequence[Plan], jobs: Sequence[Job], profile: ProfileName, cost: Cost, hours: float, workers: int
-) -> tuple[list[Plan], list[Job], list[str]]:
-    """Returns what hours pay for, plans and jobs in the order in which they are run, and lines that say so."""
-    costs = {job.run_id: cost.of(job.config) for job in jobs}
-    asked = [(plan.claim, plan.cells) for plan in plans]
-    budget = f"a budget of {hours:g} hours"
-    by_id = {plan.claim.id: plan for plan in plans}
-    cut: list[Plan] = []
-    ranks: dict[str, int] = {}
-    lines = [f"within {budget}, what tells most a minute first:"]
-    for rank, share in enumerate(divide(asked, profile, costs, 3600 * hours, workers)):
-        plan, kept = by_id[share.claim.id], {run for _, run in share.kept}
-        ordered = [(cell, run) for cell, run in plan.cells if run in kept]
-        configs = {run: config for run, config in plan.configs.items() if run in kept}
-        cut.append(Plan(plan.claim, ordered, configs, tuple(said(share, budget))))
-        for run in kept:
-            ranks.setdefault(run, rank)
-        told = "; ".join(cut[-1].left_out) or "all of it"
-        lines.append(f"  {rank + 1:>2} {share.claim.id}: {len(kept)} of {len(plan.configs)} runs; {told}")
-    kept_jobs = [job for job in jobs if job.run_id in ranks]
-    for job in kept_jobs:
-        job.rank = ranks[job.run_id]
-    return cut, kept_jobs, lines
-
-
-def _not_begun(plans: Sequence[Plan], jobs: Sequence[Job], profile: ProfileName) -> None:
-    """Takes the runs that the time was up for out of their claims; a run of a claim's floor stays, and is missing."""
-    late = {job.run_id for job in jobs if job.outcome is None}
-    for plan in plans:
-        names = [cell.name for cell, run in plan.cells if run in late]
-        if names:
-            plan.left_out = (*plan.left_out, f"the time was up before {len(names)} runs ({names[0]} among them)")
-        plan.cells = [one for one in plan.cells if one[1] not in late or plan.claim.in_floor(profile, one[0])]
-
-
-def _plan(claim: Claim, configs: list[tuple[Cell, Work]]) -> Plan:
-    import torch
-
-    from normscale.measures import run as measurement
-    from normscale.train.identity import run_id_of
-
-    torch.set_num_threads(1)  # as the workers do: it is part of what a run is
-
-    plan = Plan(claim)
-    for cell, config in configs:
-        run_id = measurement.run_id_of(config) if isinstance(config, MeasureConfig) else run_id_of(config)
-        plan.cells.append((cell, run_id))
-        plan.configs[run_id] = config
-    return plan
-
-
-def _runs_of(plans: Sequence[Plan], part: Part | None) -> dict[str, Work]:
-    """Returns the runs that the claims need, each once, or this part of them."""
-    runs: dict[str, Work] = {}
-    for plan in plans:
-        runs |= {run_id: config for run_id, config in plan.configs.items() if run_id not in runs}
-    mine = runs if part is None else part.share(list(runs.items()))
-    return {run_id: runs[run_id] for run_id in mine}
-
-
-def _jobs(plans: Sequence[Plan], runs: Path, part: Part | None = None) -> tuple[list[Job], int]:
-    """Returns the runs that have no end yet, each once, and the number of those that have."""
-    jobs: list[Job] = []
-    done = 0
-    names: dict[str, str] = {}
-    for plan in plans:
-        names = {run_id: cell.name for cell, run_id in plan.cells} | names
-    for run_id, config in _runs_of(plans, part).items():
-        record = record_of(runs, run_id)
-        if record is not None and record.finished:
-            done += 1
-        else:
-            jobs.append(Job(run_id, names[run_id], config))
-    return jobs, done
 
 
 def _trial(pool: Pool, jobs: Sequence[Job], device: Device) -> Cost | None:

@@ -17,6 +17,7 @@ from normscale.claims.expect import (
     Dies,
     Expectation,
     Larger,
+    Sensitive,
     Slope,
     SlopeWithin,
     Steeper,
@@ -24,7 +25,7 @@ from normscale.claims.expect import (
     Trains,
     Value,
 )
-from normscale.claims.judges import layers, slopes, training, values
+from normscale.claims.judges import layers, slopes, sweeps, training, values
 from normscale.claims.results import WORST_FIRST, Measured, Part, Result
 
 JUDGES: dict[type, tuple[Callable[..., Part], Callable[..., str]]] = {
@@ -37,6 +38,7 @@ JUDGES: dict[type, tuple[Callable[..., Part], Callable[..., str]]] = {
     Thirds: (layers.judge_thirds, layers.describe),
     Along: (layers.judge_along, layers.describe),
     Value: (values.judge_value, values.describe),
+    Sensitive: (sweeps.judge_sensitive, sweeps.describe),
 }
 """What judges a kind of expectation, and what says it in a sentence."""
 
@@ -66,7 +68,9 @@ class Judgement:
 
 def judge(claim: Claim, profile: ProfileName, results: Sequence[Result]) -> Judgement:
     """Returns the verdict of a claim from the runs of one profile."""
-    measured = tuple(number for kind in (values, slopes, layers, training) for number in kind.measure(claim, results))
+    measured = tuple(
+        number for kind in (values, sweeps, slopes, layers, training) for number in kind.measure(claim, results)
+    )
     done = sum(result.record is not None and result.record.finished for result in results)
     if profile == "smoke":
         ran = f"{done}" if done == len(results) else f"{done} of {len(results)}"

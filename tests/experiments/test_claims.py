@@ -41,7 +41,8 @@ def test_the_floor_is_part_of_the_claim_and_enough_to_judge_it(claim: Claim, pro
     scale = claim.profiles[profile]
     assert scale.floor is not None, "say what cannot be left out"
     for arm, depths in scale.floor.items():
-        assert all(seeds <= scale.main[arm][depth] for depth, seeds in depths.items()), arm
+        own = {**scale.main.get(arm, {}), **scale.sweep.get(arm, {})}
+        assert all(seeds <= own[depth] for depth, seeds in depths.items()), arm
     everything = results(claim, profile, by_theory(claim))
     floor = [result for result in everything if claim.in_floor(profile, result.cell)]
     judgement = judge(claim, profile, floor)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscale.claims.claim import Claim, FigureName
-from normscale.claims.figures import gap, growth, slopes, values
+from normscale.claims.figures import gap, growth, slopes, sweep, values
 from normscale.claims.results import Result
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def draw(claim: Claim, results: Sequence[Result], path: Path) -> bool:
         "mixed": slopes.draw_mixed,
         "growth": growth.draw,
         "values": values.draw,
+        "sweep": sweep.draw,
     }
     figure = kinds[claim.figure](claim, [result for result in results if result.record is not None])
     if figure is None:

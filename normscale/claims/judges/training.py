@@ -133,7 +133,7 @@ def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
     """Returns the gap to the unigram entropy of every group of seeds, of the arms that are asked whether they train."""
     groups: dict[tuple[str, str, int], list[Result]] = {}
     for result in results:
-        if claim.asks_training(result.cell.arm):
+        if claim.asks_training(result.cell.arm) and result.cell.role != "sweep":
             role = "" if result.cell.role in MAIN else f" {result.cell.role}"
             groups.setdefault((result.cell.arm, role, result.cell.depth), []).append(result)
     numbers = []

@@ -1,0 +1,89 @@
+"""The judge of learning-rate sensitivity, from made-up records."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normscale.claims.claim import Cell, Claim, Profile
+from normscale.claims.expect import Sensitive
+from normscale.claims.figures.drawing import draw
+from normscale.claims.judges.sweeps import kept_loss, sensitivities
+from normscale.claims.results import Result
+from normscale.claims.verdict import judge
+from tests.claims.synthetic import UNIGRAM, record, results
+
+RATES = (1e-3, 1e-2, 1e-1)
+CLAIM = Claim(
+    id="s",
+    says="It is sensitive.",
+    source="nowhere",
+    family="quality",
+    base={"train.steps": 9, "train.optim.lr": 1e-3},
+    arms={"pre": {}},
+    labels={"pre": "Pre-Norm"},
+    profiles={"cpu": Profile({}, sweep={"pre": {6: 2, 24: 2}}, floor={"pre": {6: 1, 24: 2}})},
+    control=(),
+    expect=(Sensitive("pre", 24, than="pre", than_at=6),),
+    figure="sweep",
+    how="",
+    differs=(),
+    rates=RATES,
+)
+
+
+def made(deep: dict[float, Any], shallow: dict[float, Any]) -> list[Result]:
+    """Losses are UNIGRAM minus the number given; None is a run that broke off."""
+
+    def make(cell: Cell) -> Any:
+        gap = (deep if cell.depth == 24 else shallow)[cell.lr]
+        if gap == "missing":
+            return None
+        return record(outcome="nan") if gap is None else record(gap + 0.01 * cell.seed)
+
+    return results(CLAIM, "cpu", make)
+
+
+FLAT = dict.fromkeys(RATES, 1.0)
+
+
+def test_a_sweep_is_every_rate_of_every_cell_with_a_name_of_its_own() -> None:
+    cells = CLAIM.cells("cpu")
+    assert len(cells) == 2 * 2 * 3
+    assert len({cell.name for cell in cells}) == 12
+    assert {cell.settings["train.optim.lr"] for cell in cells} == set(RATES)
+    assert cells[1].name == "L0006 pre s0 lr1.0e-02"
+    assert sum(CLAIM.in_floor("cpu", cell) for cell in cells) == 3 * 3
+
+
+def test_the_sensitivity_is_the_mean_minus_the_best_and_a_broken_run_counts_as_at_its_beginning() -> None:
+    found = sensitivities(CLAIM, "pre", 24, made({1e-3: 1.0, 1e-2: 0.4, 1e-1: None}, FLAT))
+    first = 5.6  # of every made-up run
+    mean = ((UNIGRAM - 1.0) + (UNIGRAM - 0.4) + first) / 3
+    assert found[0] == pytest.approx(mean - (UNIGRAM - 1.0))
+    worse = Result(Cell("pre", 24, 0, 1e-3, "sweep"), record(gap=-9.0))
+    assert kept_loss(worse) == first  # nothing is worse than not to have trained
+
+
+@pytest.mark.parametrize(
+    ("deep", "said"),
+    [
+        ({1e-3: 1.0, 1e-2: 0.9, 1e-1: None}, "supported"),
+        (FLAT, "refuted"),
+        ({1e-3: 1.0, 1e-2: 1.0, 1e-1: "missing"}, "inconclusive"),
+    ],
+)
+def test_verdicts(deep: dict[float, Any], said: str) -> None:
+    assert judge(CLAIM, "cpu", made(deep, FLAT)).verdict == said
+
+
+def test_equal_sensitivities_are_not_more_and_the_report_has_them_all() -> None:
+    steep = {1e-3: 1.0, 1e-2: 0.5, 1e-1: 0.0}
+    found = judge(CLAIM, "cpu", made(steep, steep))
+    assert found.verdict == "refuted"
+    assert {item.name for item in found.measured} == {"pre L6 sensitivity", "pre L24 sensitivity"}
+
+
+def test_it_is_drawn(tmp_path: Path) -> None:
+    assert draw(CLAIM, made(FLAT, FLAT), tmp_path / "sweep.png")
+    assert not draw(CLAIM, [], tmp_path / "nothing.png")
