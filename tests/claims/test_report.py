@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from normscale.claims.claim import Cell, Claim
-from normscale.claims.manifest import write_manifest
+from normscale.claims.manifest import cells_of, write_manifest
 from normscale.claims.report import publish, table, writable, write_report
 from normscale.errors import StoreError
 from normscale.tracking.reader import RunRecord
-from tests.claims.synthetic import SLOPES, by_slope, by_theory, record, write
+from tests.claims.synthetic import SLOPES, by_slope, by_theory, measurement, record, write
 from tests.claims.test_figures import CLAIMS, DEPTH, UPDATE
 from tests.claims.test_verdict import as_expected, depth_claim
+
+LOSSY = CLAIMS["ln-lossy"]
 
 
 class Tags(HTMLParser):
@@ -96,6 +98,27 @@ def test_the_report_says_what_was_fixed_before_the_runs_and_what_spiked_means(tm
     for told in (page, text):
         assert "written down before the runs that judge it. Step counts and learning rates come from pilots" in told
     assert "a training loss that ends over 0.5 nats above an earlier level" in page  # 0.5 itself is not over it
+
+
+def test_measurements_are_told_by_their_numbers_and_what_was_not_run_is_said(tmp_path: Path) -> None:
+    runs, reports = tmp_path / "runs", tmp_path / "reports"
+    kept = {"ln": {"mean": 0.0, "mean_share": 0.01}, "rms": {"mean": 0.8, "mean_share": 0.9}}
+    store(runs, LOSSY, lambda cell: measurement(kept[cell.arm]))
+    cells = cells_of(runs, LOSSY.id, "cpu")
+    write_manifest(runs, LOSSY, "cpu", cells, {}, left_out=["an hour had no room for cells: x"])
+    written = write_report(runs, [LOSSY], reports=reports)
+    (reported,) = written.claims
+    assert reported.judgement.verdict == "supported"
+    page, text = Tags(written.page.read_text()).text, (written.folder / "report.md").read_text()
+    for told in (page, text):
+        assert "Not run: an hour had no room for cells: x." in told
+        assert LOSSY.numbers["mean"] in told
+    assert "unigram entropy, by depth" not in page  # nothing was trained
+    assert "rms s4" in page
+    assert reported.figure is not None
+    record = publish(written, tmp_path / "results")
+    cell = json.loads(record[0].read_text())["cells"][0]
+    assert (cell["mean"], cell["mean_share"]) == (0.0, 0.01)
 
 
 def test_html_is_escaped(tmp_path: Path) -> None:
