@@ -36,6 +36,8 @@ QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
         (["check", QUICK, "model.heads=3"], "heads"),
         (["train", QUICK, "--frsh"], "--frsh"),
         (["claim", "run"], "no claim"),
+        (["claim", "run", "--all", "--hours", "0"], "--hours: 0 pays for nothing"),
+        (["claim", "run", "--all", "--hours", "long"], "--hours"),
         (["claim", "run", "x", "--profile", "huge"], "--profile"),
         (["claim", "run", "update-bounded", "--uri", "foo://x"], "--uri: 'foo://x' is not the address"),
         (["ui", "--uri", "foo://x"], "--uri: 'foo://x' is not the address"),

@@ -142,3 +142,15 @@ def test_a_launch_that_fails_is_not_0(words: list[str], says: str, tmp_path: Pat
     done = make(tmp_path, *words, dry=False)
     assert done.returncode != 0
     assert says in done.stderr
+
+
+def test_all_claims_within_a_budget(tmp_path: Path):
+    done = subprocess.run(
+        ["make", "-n", "-o", ".venv/installed", "claims", "PROFILE=smoke", "HOURS=0.5"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "normscale claim run --all --profile 'smoke' --hours '0.5'" in done.stdout

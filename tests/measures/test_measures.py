@@ -11,6 +11,7 @@ from normscale.config.schema import RunConfig
 from normscale.data.task import load_task
 from normscale.measures import (
     attention_entropy,
+    eps_error,
     eps_nan,
     fp8_norm,
     gradient_profile,
@@ -66,6 +67,14 @@ def test_norms_in_fp32_and_64_are_those_of_the_operations(norm: Any) -> None:
     assert half_norm.measure(0, norm, "fp32", "fp16")["error"] < 1e-6
     assert 1e-4 < half_norm.measure(0, norm, "fp16", "fp16")["error"] < 2e-3
     assert 1e-3 < half_norm.measure(0, norm, "bf16", "fp16")["error"] < 2e-2
+
+
+def test_an_epsilon_of_a_hundredth_of_the_variance_costs_half_a_percent() -> None:
+    found = eps_error.measure(0, 1e-2, "inside")
+    assert found == {"error": pytest.approx(0.005, rel=0.05), "bad_rows": 0}
+    assert eps_error.measure(0, 1e-2, "outside")["error"] == pytest.approx(0.01, rel=0.05)
+    assert eps_error.measure(0, 1e-6, "inside", scale=1e-3)["error"] == pytest.approx(1 - 0.5**0.5, rel=0.02)
+    assert eps_error.measure(0, 1e-8, "inside")["bad_rows"] == 1  # 1e-8 is 0 in fp16
 
 
 def test_a_sum_of_squares_beyond_fp16_leaves_no_row() -> None:
