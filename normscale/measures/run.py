@@ -121,7 +121,8 @@ def run(config: MeasureConfig, *, on_step: Callable[[int, int, float], None] | N
             spool.metrics(0, 0, {USER + name: value for name, value in numbers.items()})
             outcome, code = "finished", 0
         finally:
-            spool.end(outcome, code, {"seconds": time.perf_counter() - began, "steps": 1})  # type: ignore[arg-type]
+            took = {"seconds": time.perf_counter() - began, "steps": 1}
+            spool.end(outcome, code, numbers | took)  # type: ignore[arg-type]
         if spool.gone or spool.lost:
             raise RunFailed(f"{folder}: the numbers could not be written ({spool.gone}); make room, and start again")
     if on_step is not None:

@@ -13,7 +13,7 @@ from normscale.tracking.draw import Look, Plot, Points, span_of
 from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
 from normscale.tracking.mlflow_layout import is_foreign, model_class, outcome, settings_of
 from normscale.tracking.reader import RunRecord, at
-from normscale.tracking.record import TRAINED_NATS
+from normscale.tracking.record import TRAINED_NATS, USER
 from normscale.tracking.show_depth import depth
 from normscale.tracking.spool import strict
 from normscale.tracking.text import number
@@ -161,15 +161,18 @@ def _where(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _foreign(record: RunRecord) -> list[tuple[str, str]]:
-    """Returns what is known of a run of another loop, as (label, text)."""
+    """Returns what is known of a run of another loop, or of a measurement, as (label, text)."""
     rows = record.start.get("rows") or []
     made = [
         model_class(record) or "of another loop",
         f"{amount(at(record, 'model', 'params'))} parameters" if at(record, "model", "params") else "",
         f"{len(rows)} rows over depth, {rows[0]} to {rows[-1]}" if rows else "",
     ]
+    measure = at(record, "config", "measure")
+    found = {name: values for name, values in record.series.items() if name.startswith(USER)} if measure else {}
+    numbers = ", ".join(f"{name.removeprefix(USER)} {number(own.values[-1], 4)}" for name, own in found.items())
     facts = [
-        ("model", ", ".join(part for part in made if part)),
+        ("measured", numbers) if measure else ("model", ", ".join(part for part in made if part)),
         ("settings", ", ".join(f"{key}={_n(item)}" for key, item in settings_of(record).items())),
         ("precision", _by_value(at(record, "precision_seen") or {})),
     ]

@@ -9,6 +9,7 @@ import torch
 
 from normscale.claims.cost import Cost
 from normscale.claims.workers import Job, Pool
+from normscale.cli import main
 from normscale.errors import BadInput
 from normscale.measures import run as measurement
 from normscale.measures.config import MeasureConfig
@@ -43,6 +44,18 @@ def test_it_is_recorded_once_and_read_the_second_time(tmp_path: Path, monkeypatc
     assert record.start["environment"]["threads"] == torch.get_num_threads()
     monkeypatch.setattr(measurement, "_measured", lambda *_: pytest.fail("it was done already"))
     assert run(config) == first
+
+
+def test_it_is_shown_by_its_numbers_and_two_differ_in_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (run(geometry(tmp_path, seed=seed)) for seed in (0, 1))
+    folders = [str(tmp_path / each.run_id) for each in (first, second)]
+    assert main(["show", folders[0]]) == 0
+    said = capsys.readouterr().out
+    assert f"unit_distance {first.numbers['unit_distance']:.4g}" in said
+    assert "measure=ln_geometry, arguments.norm=layernorm, arguments.width=16" in said
+    assert "another loop" not in said
+    assert main(["diff", *folders]) == 0
+    assert "additivity" in capsys.readouterr().out
 
 
 def test_it_is_another_one_by_arguments_seed_and_sources_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
