@@ -45,6 +45,7 @@ def test_two_files_may_not_share_an_id(tmp_path: Path) -> None:
 def test_claims_are_chosen_by_id_or_as_core() -> None:
     claims = list_claims(ROOT / "experiments")
     assert select(["core"], claims) == [claim for claim in claims if claim.core]
+    assert select(["all"], claims) == claims
     assert [claim.id for claim in select(["update-bounded", "update-bounded"], claims)] == ["update-bounded"]
     with pytest.raises(BadInput, match=r"'update-bound': .* did you mean 'update-bounded'"):
         select(["update-bound"], claims)
