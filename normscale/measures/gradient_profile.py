@@ -38,9 +38,9 @@ def measure(seed: int, scheme: str, norms: bool, blocks: int, init: Init = "xavi
     logits = model(batch.tokens_BT, **batch.beside)
     nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten()).backward()  # type: ignore[no-untyped-call]
     sizes = [_size([p for p in block.parameters() if id(p) not in own]) for block in model.blocks]
-    if not all(math.isfinite(size) and size > 0 for size in sizes):
+    if not all(map(math.isfinite, sizes)):
         return {"range": ENDLESS, "growth": ENDLESS, "decades_down": ENDLESS}
-    logs = [math.log10(size) for size in sizes]
+    logs = [math.log10(max(size, 10**-ENDLESS)) for size in sizes]  # what has vanished did not explode
     pairs = zip(logs, logs[SPAN:], strict=False)
     return {
         "range": max(logs) - min(logs),
