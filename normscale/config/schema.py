@@ -50,6 +50,11 @@ def _two_endings(value: Any) -> Any:
     return value
 
 
+def _scaled_by(value: Any) -> Any:
+    """Returns `value`, where true means what it did when there was one way to scale."""
+    return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
+
+
 class ModelConfig(Section):
     """The Transformer. N and M count blocks, not sublayers; M=0 is encoder-only, N=0 decoder-only."""
 
@@ -63,11 +68,20 @@ class ModelConfig(Section):
     scheme_options: Annotated[Options, says("the scheme's own options")] = {}
     norm: Annotated[Text, says("the norm function")] = "layernorm"
     norm_options: Annotated[Options, says("the norm's own options")] = {}
-    eps: Annotated[NonNegative, says("added inside the root of every norm")] = 1e-5
+    norms: Annotated[
+        Options,
+        says("another norm at encoder or decoder, at attention or ffn, on q and k (qk): a name, or norm and options"),
+    ] = {}
+    eps: Annotated[NonNegative, says("epsilon of every norm, inside the root unless norm_options say otherwise")] = 1e-5
     positions: Annotated[Literal["rope", "learned", "sinusoidal"], says("how positions enter")] = "rope"
     segments: Annotated[CountOrZero, says("segment (token type) vectors, as in BERT; 0: none")] = 0
     embedding_norm: Annotated[Flag, says("a norm after the embedding, as in BERT")] = False
-    qk_norm: Annotated[Literal["none", "head", "full"], says("a norm on q and k: per head, or full width")] = "none"
+    qk_norm: Annotated[
+        Literal["none", "head", "full", "l2"], says("a norm on q and k: per head, full width, or to unit length")
+    ] = "none"
+    qk_scale: Annotated[Positive, says("qk_norm=l2 only: what the cosine of q and k is multiplied by")] = 10.0
+    qk_scale_trained: Annotated[Flag, says("qk_norm=l2 only: train that number, one an attention")] = False
+    attention_scale: Annotated[Flag, says("divide scores by the root of the head width")] = True
     kv_latent: Annotated[Count | None, says("width of a normed latent that k and v are made from; null: none")] = None
     activation: Annotated[
         Literal["gelu", "relu", "swiglu", "geglu"], says("the feed-forward activation; the last two are gated")
@@ -75,9 +89,17 @@ class ModelConfig(Section):
     tied: Annotated[Flag, says("the head is the embedding, transposed")] = True
     bias: Annotated[Flag, says("linear layers have a bias")] = True
     dropout: Annotated[Share, says("share of each branch's output dropped in training")] = 0.0
-    init: Annotated[Literal["xavier_normal", "xavier_uniform", "normal"], says("weight init")] = "xavier_normal"
+    init: Annotated[
+        Literal["xavier_normal", "xavier_uniform", "normal", "fan_in"],
+        says("weight init; fan_in: normal with deviation 1/sqrt(fan-in)"),
+    ] = "xavier_normal"
     init_std: Annotated[Positive, says("deviation of matrices inside blocks, with init=normal only")] = 0.02
-    init_scaled: Annotated[Flag, says("output projections drawn smaller by sqrt(sublayers), as in GPT-2")] = False
+    init_truncated: Annotated[Flag, says("init=normal or fan_in only: nothing beyond three deviations")] = False
+    init_scaled: Annotated[
+        Literal["none", "all", "depth"],
+        BeforeValidator(_scaled_by),
+        says("output projections drawn smaller: all by sqrt(sublayers), depth by sqrt(2 (block + 1))"),
+    ] = "none"
     checkpointing: Annotated[Flag, says("recompute blocks in the backward pass")] = False
     compile: Annotated[Flag, says("compile blocks, one graph per block structure")] = False
     backend: Annotated[
@@ -114,6 +136,15 @@ class ModelConfig(Section):
             )
         if self.init != "normal" and self.init_std != 0.02:
             raise unused("model.init_std", self.init_std, f"model.init={self.init}", "model.init=normal")
+        if self.init.startswith("xavier") and self.init_truncated:
+            raise unused("model.init_truncated", "true", f"model.init={self.init}", "model.init=normal or fan_in")
+        if self.qk_norm != "l2":
+            for name in ("qk_scale", "qk_scale_trained"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    shown = "true" if value is True else value
+                    raise unused(f"model.{name}", shown, f"model.qk_norm={self.qk_norm}", "model.qk_norm=l2")
+        if self.qk_norm == "l2" and not self.attention_scale:
+            raise unused("model.attention_scale", "false", "model.qk_norm=l2", "model.qk_scale")
         return self
 
 

@@ -1,6 +1,6 @@
 """Multi-head attention, over the own stream or over the encoder's output, with the slots a scheme may fill."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,25 +69,31 @@ def attention_backend(
 class QKNorm(nn.Module):
     """A norm on q and one on k, each head by itself (one norm shared by all heads) or all heads as one vector.
 
+    A `scale` multiplies q after its norm: with norms that leave a length alone it sets the size of the scores.
+
     Shape: q, k [B, H, T, K]; result the same.
 
-    Reference: Henry et al. 2020, arXiv:2010.04245, section 3 (per head, there the l2 norm); OLMo 2, arXiv:2501.00656,
-    section 2.1 (full width).
+    Reference: Henry et al. 2020, arXiv:2010.04245, section 3 (per head, the l2 norm, the scale trained; fixed at 10 in
+    lucidrains/x-transformers); Wortsman et al. 2023, arXiv:2309.14322 (per head, a norm with a gain); OLMo 2,
+    arXiv:2501.00656, section 2.1 (full width).
     """
 
-    def __init__(self, d: int, heads: int, scope: Literal["head", "full"], norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, q: nn.Module, k: nn.Module, full: bool, scale: nn.Parameter | float | None = None) -> None:
         super().__init__()
-        self.full = scope == "full"
-        width = d if self.full else d // heads
-        self.q, self.k = norm(width), norm(width)
+        self.full = full
+        self.q, self.k = q, k
+        self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.full:
-            return self.q(q), self.k(k)
-        return _heads_apart(self.q(_heads_joined(q)), q), _heads_apart(self.k(_heads_joined(k)), k)
+        if self.full:
+            q, k = _heads_apart(self.q(_heads_joined(q)), q), _heads_apart(self.k(_heads_joined(k)), k)
+        else:
+            q, k = self.q(q), self.k(k)
+        return q if self.scale is None else (q * self.scale).to(k.dtype), k
 
     def extra_repr(self) -> str:
-        return f"full={self.full}"
+        trained = isinstance(self.scale, nn.Parameter)
+        return f"full={self.full}" + ("" if trained or self.scale is None else f", scale={self.scale:g}")
 
 
 class Latent(nn.Module):
@@ -111,7 +117,10 @@ class Latent(nn.Module):
 
 
 class _Attention(nn.Module):
-    """o(softmax(q k^T / sqrt(K)) v), whatever q, k and v come from."""
+    """o(softmax(q k^T / sqrt(K)) v), whatever q, k and v come from; without the root where it is not `scaled`.
+
+    Reference: Vaswani et al. 2017, arXiv:1706.03762, Eq. 1; Raffel et al. 2020, arXiv:1910.10683 (T5), leave it out.
+    """
 
     products: Products = NATIVE
 
@@ -124,10 +133,11 @@ class _Attention(nn.Module):
         dropout: float,
         slots: Mapping[str, nn.Module],
         qk_norm: QKNorm | None,
+        scaled: bool,
         inputs: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.scaled = heads, dropout, scaled
         for name, module in inputs.items():  # before o: weights are drawn in the order they stand in
             self.add_module(name, module)
         self.o = Projection(kind, d, {"o": d}, bias)
@@ -159,6 +169,8 @@ class _Attention(nn.Module):
             q, k, v = self.slots["qkv"](q, k, v)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
+        if not self.scaled:
+            q = q * q.shape[-1] ** 0.5  # which the products divide by
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if "attn_scale" in self.slots:
@@ -172,6 +184,9 @@ class _Attention(nn.Module):
             y_BTD = self.slots["before_o"](y_BTD)
         out: Tensor = self.o(y_BTD)
         return out
+
+    def extra_repr(self) -> str:
+        return f"scaled={self.scaled}"
 
 
 class SelfAttention(_Attention):
@@ -196,6 +211,7 @@ class SelfAttention(_Attention):
         causal: bool,
         qk_norm: QKNorm | None = None,
         latent: Latent | None = None,
+        scaled: bool = True,
     ) -> None:
         inputs: dict[str, nn.Module]
         if latent is None:
@@ -203,7 +219,7 @@ class SelfAttention(_Attention):
         else:
             q, kv = Projection("self", d, {"q": d}, bias), Projection("self", latent.width, {"k": d, "v": d}, bias)
             inputs = {"q": q, "latent": latent, "kv": kv}
-        super().__init__("self", d, heads, bias, dropout, slots, qk_norm, inputs)
+        super().__init__("self", d, heads, bias, dropout, slots, qk_norm, scaled, inputs)
         self.causal, self.latent = causal, latent
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
@@ -215,7 +231,7 @@ class SelfAttention(_Attention):
         return self.attend(q, k, v, context, rotary=context.rotary, keep_B11S=keep_B11S, causal=self.causal)
 
     def extra_repr(self) -> str:
-        return f"causal={self.causal}"
+        return f"causal={self.causal}, {super().extra_repr()}"
 
 
 class CrossAttention(_Attention):
@@ -240,6 +256,7 @@ class CrossAttention(_Attention):
         *,
         qk_norm: QKNorm | None = None,
         latent: Latent | None = None,
+        scaled: bool = True,
     ) -> None:
         read = {} if latent is None else {"latent": latent}
         kv = Projection("cross", d if latent is None else latent.width, {"k": d, "v": d}, bias)
@@ -251,6 +268,7 @@ class CrossAttention(_Attention):
             dropout,
             slots,
             qk_norm,
+            scaled,
             {"q": Projection("cross", d, {"q": d}, bias), **read, "kv": kv},
         )
         self.latent = latent

@@ -20,15 +20,9 @@ def norm_backend(plan: Plan, precision: PrecisionConfig, device: str) -> str:
     stream, params = _DTYPES[precision.stream], _DTYPES[precision.params]
     rounded = precision.compute in FORMATS and not (precision.compute == "fp16" and device == "cuda")
     inside = torch.float32 if rounded else _DTYPES[precision.compute]
-    cases = {(config.d, stream)}
-    if config.qk_norm != "none":
-        cases.add((config.d if config.qk_norm == "full" else config.d // config.heads, inside))
-    if config.kv_latent is not None:
-        cases.add((config.kv_latent, inside))
-    with torch.device("meta"):
-        norm = plan.norm(1, config.eps, plan.norm_options).to(params)
     found: set[str] = set()
-    for width, dtype in sorted(cases, key=str):
-        run = would_run(config.backend, "norm", norm.spec, width, dtype, device, norm.gamma, norm.bias)
+    for norm, is_inside in plan.norms_in_use():
+        norm, dtype = norm.to(params), inside if is_inside else stream
+        run = would_run(config.backend, "norm", norm.spec, norm.width, dtype, device, norm.gamma, norm.bias)
         found.add(described(*run))
     return joined(found)

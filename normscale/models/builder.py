@@ -1,6 +1,7 @@
 """From a configuration to a model."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from normscale.models.feedforward import FeedForward
 from normscale.models.init import initialise
 from normscale.models.plan import Plan, resolve
 from normscale.models.stack import Transformer
-from normscale.norms import set_backend
+from normscale.norms import Norm, set_backend
+from normscale.ops.handles import Opening
 from normscale.schemes import Make, Own, Site
 from normscale.schemes.scheme import Side
 
@@ -33,25 +35,30 @@ def build(config: ModelConfig, vocab: int, seed: int, only: Collection[tuple[Sid
     plan = resolve(config)
     scheme, depth = plan.scheme, plan.depth
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    make = plan.make(vocab, generator)
-    source_ends = _ends(plan, "encoder", make, headless=True) if depth.topology == "encoder-decoder" else None
-    ends = _ends(plan, "decoder" if depth.M else "encoder", make)
+    make = partial(plan.make, vocab, generator)
+    source_ends = (
+        _ends(plan, "encoder", make("encoder"), headless=True) if depth.topology == "encoder-decoder" else None
+    )
+    side: Side = "decoder" if depth.M else "encoder"
+    ends = _ends(plan, side, make(side))
     streams = _streams(plan, ends, source_ends)
     blocks: dict[tuple[str, int], dict[str, Sublayer]] = {}
     for site in depth.sites():
         if only is not None and (site.side, site.block) not in only:
             continue
-        own = Own(site.kind, scheme.own(depth, site, make))
-        sublayer = Sublayer(scheme, site, own, _branch(plan, site, make), config.dropout, streams)
+        at = make(site.side, site.kind)
+        own = Own(site.kind, scheme.own(depth, site, at))
+        sublayer = Sublayer(scheme, site, own, _branch(plan, site, at), config.dropout, streams)
         blocks.setdefault((site.side, site.block), {})[site.kind] = sublayer
     norms = (
-        make.norm() if config.embedding_norm else None,
-        make.norm() if config.embedding_norm and source_ends is not None else None,
+        make(side).norm() if config.embedding_norm else None,
+        make("encoder").norm() if config.embedding_norm and source_ends is not None else None,
     )
     first_row = {"encoder": 1, "decoder": 2 if depth.N else 1}  # before a side's blocks, what enters it
-    stack = [Block(sublayers, first_row[side] + i) for i, ((side, _), sublayers) in enumerate(blocks.items())]
+    stack = [Block(sublayers, first_row[of] + i) for i, ((of, _), sublayers) in enumerate(blocks.items())]
     model = Transformer(plan, vocab, ends, source_ends, stack, norms)
     initialise(model, config, generator)
+    _open_plainly(model)
     set_backend(model, config.backend)
     if config.compile:
         _compile(model)
@@ -62,6 +69,15 @@ def _ends(plan: Plan, side: Side, make: Make, headless: bool = False) -> Own:
     parts = plan.scheme.own_ends(plan.depth, side, make)
     # The logits are scaled at the side with the head alone: a parameter here would never get a gradient.
     return Own(side, {name: part for name, part in parts.items() if not headless or name != "logit_scale"})
+
+
+def _open_plainly(model: Transformer) -> None:
+    """Has no stack begin with a handle (see `ops.handles`) where one of the sites' norms has no kernel to take it."""
+    norms = [module for layer in model.sublayers() for module in layer.own.modules() if isinstance(module, Norm)]
+    if any(norm.spec is None for norm in norms):
+        for module in model.modules():
+            if isinstance(module, Opening):
+                module.spec = None
 
 
 def _streams(plan: Plan, ends: Own, source_ends: Own | None) -> int:
@@ -101,15 +117,26 @@ def _branch(plan: Plan, site: Site, make: Make) -> nn.Module:
     slots = plan.scheme.slots(plan.depth, site, make)
     if site.kind == "ffn":
         return FeedForward(config.d, plan.ffn, config.activation, config.bias, config.dropout, slots)
-    qk_norm = None if config.qk_norm == "none" else QKNorm(config.d, config.heads, config.qk_norm, make.norm)
+    qk_norm = _qk_norm(plan, site)
     latent = None
     if config.kv_latent is not None:
         latent = Latent(site.kind, config.d, config.kv_latent, config.bias, make.norm(config.kv_latent))
+    given: Any = {"qk_norm": qk_norm, "latent": latent, "scaled": config.attention_scale}
     if site.kind == "cross":
-        return CrossAttention(
-            config.d, config.heads, config.bias, config.dropout, slots, qk_norm=qk_norm, latent=latent
-        )
+        return CrossAttention(config.d, config.heads, config.bias, config.dropout, slots, **given)
     causal = site.side == "decoder"
-    return SelfAttention(
-        config.d, config.heads, config.bias, config.dropout, slots, causal=causal, qk_norm=qk_norm, latent=latent
-    )
+    return SelfAttention(config.d, config.heads, config.bias, config.dropout, slots, causal=causal, **given)
+
+
+def _qk_norm(plan: Plan, site: Site) -> QKNorm | None:
+    config = plan.config
+    if config.qk_norm == "none":
+        return None
+    full = config.qk_norm == "full"
+    width = config.d if full else config.d // config.heads
+    scale: nn.Parameter | float | None = None
+    if config.qk_norm == "l2":
+        # Of q and k of length sqrt(K) each, whose score is divided by sqrt(K), to the cosine times the scale.
+        scale = config.qk_scale / width**0.5
+        scale = nn.Parameter(torch.tensor([scale])) if config.qk_scale_trained else scale
+    return QKNorm(plan.norm_of_qk(site, width), plan.norm_of_qk(site, width), full=full, scale=scale)

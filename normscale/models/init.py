@@ -1,6 +1,7 @@
 """Initial values by role: the list of every weight of the network and what it is for, and the draws."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from normscale.config.schema import ModelConfig
 from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
 from normscale.schemes.scheme import Role, Weight
+
+Scaled = Literal["none", "all", "depth"]
 
 
 def weights(model: Transformer) -> Iterator[Weight]:
@@ -34,14 +37,17 @@ def weights(model: Transformer) -> Iterator[Weight]:
                     yield Weight(f"{prefix}.branch.{name}.{tensor}", rows, sublayer.site, role, values)
 
 
-def gain_of(model: Transformer, weight: Weight, scaled: bool) -> float:
+def gain_of(model: Transformer, weight: Weight, scaled: Scaled = "none") -> float:
     """Returns the factor on the standard init of a weight: the scheme's, and the one of `init_scaled` where asked.
 
-    Reference: Radford et al. 2019 (GPT-2), section 2.3: weights of residual layers by 1/sqrt(number of them).
+    Reference: Radford et al. 2019 (GPT-2), section 2.3, for "all": weights of residual layers by 1/sqrt(number of
+    them). For "depth", by 1/sqrt(2 (l + 1)) in block l of a side, counted from 0: `llama_depth` of OLMo-core, and
+    torchtitan's `depth_init`.
     """
     gain = model.scheme.gain(model.depth, weight.site, weight.role)
-    if scaled and weight.site is not None and weight.role.part in ("o", "out"):
-        gain /= model.depth.sublayers(weight.site.side) ** 0.5
+    if scaled in ("all", "depth") and weight.site is not None and weight.role.part in ("o", "out"):
+        site = weight.site
+        gain /= (model.depth.sublayers(site.side) if scaled == "all" else 2 * (site.block + 1)) ** 0.5
     return gain
 
 
@@ -50,11 +56,13 @@ def initialise(model: Transformer, config: ModelConfig, generator: torch.Generat
     """Draws every weight of the network by its role.
 
     Biases are zero. Token vectors and an untied head have standard deviation gain / sqrt(D), learned positions and
-    segments the same. Matrices: Xavier over each part's own fan-in and fan-out, or normal with `init_std`, times the
-    gain.
+    segments the same. Matrices: Xavier over each part's own fan-in and fan-out, or normal with `init_std` or with
+    1/sqrt(fan-in), times the gain; truncated at three deviations where asked, as in OLMo-core (which leaves 0.987 of
+    the deviation).
 
     Reference: Glorot and Bengio 2010, Eq. 16 (uniform) and its normal counterpart; the gain multiplies the standard
-    deviation, as in Wang et al. 2022, arXiv:2203.00555, Figure 2.
+    deviation, as in Wang et al. 2022, arXiv:2203.00555, Figure 2. LeCun et al. 1998, Efficient BackProp, Eq. 16
+    (fan-in); Wortsman et al. 2023, arXiv:2309.14322, truncate it.
     """
     for weight in weights(model):
         gain, values, init = gain_of(model, weight, config.init_scaled), weight.values, config.init
@@ -67,4 +75,9 @@ def initialise(model: Transformer, config: ModelConfig, generator: torch.Generat
         elif init == "xavier_uniform":
             nn.init.xavier_uniform_(values, gain=gain, generator=generator)
         else:
-            values.normal_(0.0, gain * config.init_std, generator=generator)
+            deviation = gain * (config.init_std if init == "normal" else values.shape[1] ** -0.5)
+            if config.init_truncated:
+                bound = 3 * deviation
+                nn.init.trunc_normal_(values, 0.0, deviation, -bound, bound, generator=generator)
+            else:
+                values.normal_(0.0, deviation, generator=generator)

@@ -1,17 +1,19 @@
 """The second stage of checking: a model configuration with its names resolved."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from normscale.config.schema import ModelConfig
-from normscale.errors import ConfigError, nearest
+from normscale.errors import ConfigError
 from normscale.models.feedforward import GATED, default_ffn_width
-from normscale.norms import Norm, find_norm
-from normscale.schemes import Depth, Make, Scheme, find_scheme
+from normscale.models.norms import Norms, check_used, in_use, norms_of, typed
+from normscale.norms import Norm
+from normscale.schemes import Depth, Make, Scheme, Site, find_scheme
+from normscale.schemes.scheme import Kind, Side
 
 
 @dataclass(frozen=True)
@@ -21,43 +23,47 @@ class Plan:
     config: ModelConfig
     depth: Depth
     scheme: Scheme
-    norm: type[Norm]
-    norm_options: Any
+    norms: Norms
     ffn: int
 
-    def make(self, vocab: int, generator: torch.Generator) -> Make:
-        """Returns what the scheme may build with."""
+    def make(self, vocab: int, generator: torch.Generator, side: Side, kind: Kind | None = None) -> Make:
+        """Returns what the scheme may build with at a site, or at a side's ends."""
+        chosen = self.norms.at(side, kind)
 
         def norm(width: int | None = None) -> nn.Module:
-            return self.norm(width or self.config.d, self.config.eps, self.norm_options)
+            return chosen.make(width or self.config.d, self.config.eps)
 
         gated = self.config.activation in GATED
         return Make(self.config.d, self.config.heads, self.ffn, vocab, norm, generator, gated)
 
+    def norm_of_qk(self, site: Site, width: int) -> nn.Module:
+        """Returns a norm on q or k."""
+        return self.norms.at(site.side, site.kind, qk=True).make(width, self.config.eps)
+
+    def norms_in_use(self) -> Iterator[tuple[Norm, bool]]:
+        """Yields the norms of the model, as `norms.in_use`."""
+        return in_use(self.norms, self.config, self.scheme, self.depth)
+
     def numerical(self) -> dict[str, Any]:
         """Returns the configuration with every default of scheme, norm and widths filled in: what numbers depend on."""
-        filled = {
-            "ffn": self.ffn,
-            "scheme_options": self.scheme.options.model_dump(mode="json"),
-            "norm_options": self.norm_options.model_dump(mode="json"),
-        }
-        return self.config.model_dump(mode="json") | filled
+        filled = {"ffn": self.ffn, "scheme_options": self.scheme.options.model_dump(mode="json")}
+        return self.config.model_dump(mode="json") | filled | self.norms.numerical()
 
 
 def resolve(config: ModelConfig) -> Plan:
-    """Returns the plan of a model: scheme, norm and their own options checked against their own types.
+    """Returns the plan of a model: scheme, norms and their own options checked against their own types.
 
     Raises:
         ConfigError: an unknown scheme, norm or option, a wrong value of one, a topology the scheme (or one of its
             options) has no form for, a setting of the model that the scheme could not follow, or a norm where it could
             say nothing.
     """
-    scheme_type, norm = find_scheme(config.scheme), find_norm(config.norm)
+    scheme_type = find_scheme(config.scheme)
     for option, reason in scheme_type.refuses.items():
         if option in config.scheme_options:
             key = f"model.scheme_options.{option}"
             raise ConfigError(f"{key}: makes no sense with scheme={config.scheme}: {reason}", key=key)
-    scheme = scheme_type(_options(scheme_type.Options, config.scheme_options, "model.scheme_options", config.scheme))
+    scheme = scheme_type(typed(scheme_type.Options, config.scheme_options, "model.scheme_options", config.scheme))
     depth = Depth(config.N, config.M)
     if depth.topology not in scheme.topologies:
         allowed = ", ".join(sorted(scheme.topologies))
@@ -76,10 +82,10 @@ def resolve(config: ModelConfig) -> Plan:
         raise ConfigError(
             f"{key}: {getattr(config, setting)!r} makes no sense with scheme={config.scheme}: {said}", key
         )
-    norm_options = _options(norm.Options, config.norm_options, "model.norm_options", config.norm)
     ffn = config.ffn or default_ffn_width(config.d, config.activation)
-    plan = Plan(config, depth, scheme, norm, norm_options, ffn)
+    plan = Plan(config, depth, scheme, norms_of(config, depth), ffn)
     _check_norms_inside(plan)
+    check_used(plan.norms, config, scheme, depth)
     return plan
 
 
@@ -87,7 +93,7 @@ def _check_norms_inside(plan: Plan) -> None:
     """Raises the error of a norm inside attention that could do nothing, or would come twice."""
     config = plan.config
     width = config.d // config.heads
-    if config.qk_norm == "head" and width == 1:
+    if config.qk_norm in ("head", "l2") and width == 1:
         raise ConfigError(
             f"model.qk_norm: heads of one channel (model.d={config.d} / model.heads={config.heads}) have nothing to "
             "normalise; choose fewer heads, or model.qk_norm=full",
@@ -96,29 +102,11 @@ def _check_norms_inside(plan: Plan) -> None:
     if config.kv_latent == 1:
         raise ConfigError("model.kv_latent: a norm of 1 channel leaves a constant; choose 2 or more", "model.kv_latent")
     if config.qk_norm != "none":
-        make = plan.make(1, torch.Generator())
-        if any("qkv" in plan.scheme.slots(plan.depth, site, make) for site in plan.depth.sites()):
+        sites, generator = plan.depth.sites(), torch.Generator()
+        makes = (plan.make(1, generator, site.side, site.kind) for site in sites)
+        if any("qkv" in plan.scheme.slots(plan.depth, site, make) for site, make in zip(sites, makes, strict=True)):
             raise ConfigError(
                 f"model.qk_norm: {config.qk_norm!r} makes no sense with scheme={config.scheme}, which does its own to "
                 "q and k; set model.qk_norm=none",
                 key="model.qk_norm",
             )
-
-
-def _options(kind: type[BaseModel], given: dict[str, Any], key: str, owner: str) -> BaseModel:
-    """Returns the typed options of a scheme or norm, or an error that names the option."""
-    allowed = sorted(kind.model_fields)
-    for option in given:
-        if option not in allowed:
-            has = f"it has: {', '.join(allowed)}" if allowed else "it has no options"
-            raise ConfigError(
-                f"{key}.{option}: {owner} has no option {option!r}{nearest(option, allowed)} ({has})",
-                key=f"{key}.{option}",
-            )
-    try:
-        return kind(**given)
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        at = ".".join([key, *map(str, first["loc"])])
-        said = first.get("ctx", {}).get("said", first["msg"])
-        raise ConfigError(f"{at}: {first['input']!r}: {said} ({owner})", key=at) from None

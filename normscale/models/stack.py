@@ -1,5 +1,6 @@
 """The Transformer: embeddings, a flat list of blocks, a head; with an encoder, a decoder, or both."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from normscale.models.attention import Context, rotary_tables
 from normscale.models.block import Block, Sublayer
 from normscale.models.plan import Plan
+from normscale.norms import Norm, seen_before
 from normscale.ops import sampled
 from normscale.ops.products import NATIVE, Products
 from normscale.ops.statistics import Buffers
@@ -52,6 +54,7 @@ class Transformer(nn.Module):
         config = plan.config
         self.scheme, self.depth, self.d, self.context = plan.scheme, plan.depth, config.d, config.context
         self.checkpointing = config.checkpointing
+        self._remembers = any(m.remembers for block in blocks for m in block.modules() if isinstance(m, Norm))
 
         def table(rows: int, wanted: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(rows, config.d)) if wanted else None
@@ -243,12 +246,17 @@ class Transformer(nn.Module):
                 block = self.blocks[i]
                 if self.checkpointing and torch.is_grad_enabled():
                     # Buffers go around checkpoint's saved inputs: they are written in place, by the recomputation too.
-                    streams = checkpoint(partial(block, context=context, to=to), streams, use_reentrant=False)
+                    run = partial(block, context=context, to=to)
+                    streams = checkpoint(run, streams, use_reentrant=False, **self._again(block))
                 else:
                     streams = block(streams, context, to)
             if outputs is not None:
                 outputs.append(streams[0].detach())
         return self.scheme.exit(streams, ends)
+
+    def _again(self, block: nn.Module) -> dict[str, Any]:
+        """Returns what checkpointing is told, so that what norms remember is written by the first run alone."""
+        return {"context_fn": lambda: (nullcontext(), seen_before(block))} if self._remembers else {}
 
     def _check_inputs(self, source: Tensor | None, keep: Tensor | None, segments: Tensor | None) -> None:
         wanted = {

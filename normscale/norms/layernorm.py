@@ -1,32 +1,39 @@
 """LayerNorm."""
 
-import torch
-from torch import Tensor, nn
+from typing import Literal
 
-from normscale.config.values import Flag, Section
-from normscale.norms.norm import Norm, register
+import torch
+from torch import Tensor
+
+from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
 from normscale.ops.norm import layernorm
 from normscale.ops.spec import NormSpec
 
 
 @register("layernorm")
-class LayerNorm(Norm):
-    """gamma * (x - mean) / sqrt(var + eps) + bias.
+class LayerNorm(AffineNorm):
+    """gamma * (x - mean) / sqrt(var + eps) + bias; with eps outside the root, / (sqrt(var) + eps).
+
+    Outside, eps is in units of x and not of x squared, and no kernel has the form.
 
     Reference: Ba et al. 2016, arXiv:1607.06450, Eq. 3-4.
     """
 
-    class Options(Section):
-        gain: Flag = True  # false: gamma is 1 and not trained
-        bias: Flag = True  # false: the bias is 0 and not trained
+    class Options(AffineOptions):
+        eps_place: Literal["inside", "outside"] = "inside"  # of the root
+
+    options: Options
 
     def __init__(self, width: int, eps: float, options: Options) -> None:
         super().__init__(width, eps, options)
-        self.spec = NormSpec("layernorm", eps)
-        self.gamma = nn.Parameter(torch.ones(width)) if options.gain else None
-        self.bias = nn.Parameter(torch.zeros(width)) if options.bias else None
+        if options.eps_place == "inside":
+            self.spec = NormSpec("layernorm", eps, options.zero_centred)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if (self.backend != "auto" or not x.is_cpu) and (backend := self.backend_for(x)) != "eager":
-            return self.run(backend, x)
-        return layernorm(x, self.gamma, self.bias, self.current_eps())
+    def eager(self, x: Tensor) -> Tensor:
+        if self.spec is not None:
+            return layernorm(x, self.gain(), self.bias, self.current_eps())
+        centred = wide(x)
+        centred = centred - centred.mean(-1, keepdim=True)
+        # The norm's gradient at 0 is 0; that of a root of squares would make a constant row NaN.
+        deviation = torch.linalg.vector_norm(centred, dim=-1, keepdim=True) / self.width**0.5
+        return self.affine(centred / (deviation + self.current_eps()), x.dtype)

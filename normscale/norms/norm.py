@@ -1,12 +1,16 @@
 """The contract of a norm function, and the registry of the norms in this folder."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 import normscale.norms as package
-from normscale.config.values import Section
+from normscale.config.values import Flag, Number, Section, conflict
 from normscale.ops.add_norm import add_norm
 from normscale.ops.backends import Backend, choose
 from normscale.ops.handles import Handle, Opening, residual_norm_handle
@@ -14,12 +18,12 @@ from normscale.ops.norm import norm as fused_norm
 from normscale.ops.peers import norm as peer_norm
 from normscale.ops.residual import added, scaled_residual
 from normscale.ops.residual_norm import residual_norm
-from normscale.ops.spec import NormSpec
+from normscale.ops.spec import NormSpec, one_plus
 from normscale.ops.statistics import Statistics
 from normscale.registry import Registry
 
 
-class Norm(nn.Module):
+class Norm(nn.Module, ABC):
     """A map over the last dimension that a scheme places in, before or after a branch.
 
     A norm is built from its width, eps and options alone; where it stands is the scheme's business. `eps` is kept
@@ -28,10 +32,13 @@ class Norm(nn.Module):
 
     A norm that the fused operations know names itself by `spec`; `backend` (see `set_backend`) says what it runs on.
     On a CPU the eager definition is called as it is, under "auto" too: an opaque operation would hide it from the
-    compiler's fusion.
+    compiler's fusion. A norm of one file more is its options, its parameters and `eager`.
     """
 
     name: ClassVar[str]
+    has_eps: ClassVar[bool] = True  # False: `model.eps` would do nothing
+    remembers: ClassVar[bool] = False
+    """Whether passes of training write running statistics, and read those of other ranks; see `seen_before`."""
 
     class Options(Section):
         """The norm's own options, from `model.norm_options`."""
@@ -48,6 +55,23 @@ class Norm(nn.Module):
         self.register_parameter("gamma", None)
         self.register_parameter("bias", None)
         self.register_buffer("eps_tensor", torch.tensor(eps, dtype=torch.float32), persistent=False)
+
+    @classmethod
+    def settled(cls, options: Any, heads: int) -> Any:
+        """Returns the options with what follows from the model's number of heads filled in."""
+        return options
+
+    @abstractmethod
+    def eager(self, x: Tensor) -> Tensor:
+        """Returns the norm of `x`, in its dtype: the definition. Statistics are in fp32 at least.
+
+        Shape: x [..., D]; result the same.
+        """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (self.backend != "auto" or not x.is_cpu) and (backend := self.backend_for(x)) != "eager":
+            return self.run(backend, x)
+        return self.eager(x)
 
     def residual(self, residual: Tensor, branch: Tensor, alpha: Tensor, statistics: Statistics | None = None) -> Tensor:
         """Returns Norm(alpha * residual + branch), in one kernel where the backend has one.
@@ -146,6 +170,66 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps:g}"
+
+
+class GainOptions(Section):
+    """What a gain of one number a channel can be told."""
+
+    gain: Flag = True  # false: gamma is 1 and not trained
+    gamma_init: Number = 1.0  # where gamma starts, zero-centred or not
+    zero_centred: Flag = False  # gamma is 1 + w, and w is what is trained and decayed, as in Gemma
+
+    @model_validator(mode="after")
+    def _of_a_gain(self) -> "GainOptions":
+        for option in ("zero_centred", "gamma_init"):
+            if not self.gain and getattr(self, option) != type(self).model_fields[option].default:
+                raise conflict(f"{option} would do nothing with gain=false; remove one of them", option)
+        return self
+
+
+class AffineOptions(GainOptions):
+    """What a gain and a bias can be told."""
+
+    bias: Flag = True  # false: the bias is 0 and not trained
+
+
+class AffineNorm(Norm):
+    """A norm followed by a gain a channel, and by a bias where its options have one."""
+
+    def __init__(self, width: int, eps: float, options: Any) -> None:
+        super().__init__(width, eps, options)
+        if options.gain:
+            self.gamma = nn.Parameter(torch.full((width,), options.gamma_init - float(options.zero_centred)))
+        if getattr(options, "bias", False):
+            self.bias = nn.Parameter(torch.zeros(width))
+
+    def gain(self) -> Tensor | None:
+        """Returns what the normalised value is multiplied by, a channel, or None for 1."""
+        return one_plus(self.gamma) if self.gamma is not None and self.options.zero_centred else self.gamma
+
+    def affine(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns gain * y + bias, rounded once, to `dtype`."""
+        gain = self.gain()
+        y = y if gain is None else y * gain
+        return (y if self.bias is None else y + self.bias).to(dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Returns `x` in fp32 at least: a half-precision sum of squares overflows, and loses a small eps."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@contextmanager
+def seen_before(model: nn.Module) -> Iterator[None]:
+    """Has norms that remember leave their statistics as they are: for a pass that checkpointing runs again."""
+    fresh = [norm.get_buffer("fresh") for norm in model.modules() if isinstance(norm, Norm) and norm.remembers]
+    for flag in fresh:
+        flag.fill_(0.0)
+    try:
+        yield
+    finally:
+        for flag in fresh:
+            flag.fill_(1.0)
 
 
 def set_backend(model: nn.Module, backend: Backend) -> None:

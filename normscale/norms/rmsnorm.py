@@ -1,42 +1,39 @@
 """RMSNorm."""
 
-import torch
-from pydantic import model_validator
-from torch import Tensor, nn
+from typing import Literal
 
-from normscale.config.values import Flag, Section, conflict
-from normscale.norms.norm import Norm, register
+import torch
+from torch import Tensor
+
+from normscale.norms.norm import AffineNorm, GainOptions, register, wide
 from normscale.ops.norm import rmsnorm
-from normscale.ops.spec import NormSpec, one_plus
+from normscale.ops.spec import NormSpec
 
 
 @register("rmsnorm")
-class RMSNorm(Norm):
-    """gamma * x / sqrt(mean(x^2) + eps); with a zero-centred gain gamma = 1 + w, where w is what is trained.
+class RMSNorm(AffineNorm):
+    """gamma * x / sqrt(mean(x^2) + eps); with eps outside the root, / (sqrt(mean(x^2)) + eps).
 
-    Weight decay then pulls the gain towards 1 and not towards 0, as in Gemma.
+    The authors' own code has it outside (bzhangGo/rmsnorm, `rmsnorm_torch.py`), almost every later model inside.
+    Outside, eps is in units of x and not of x squared, and no kernel has the form.
 
     Reference: Zhang and Sennrich 2019, arXiv:1910.07467, Eq. 4.
     """
 
-    class Options(Section):
-        gain: Flag = True  # false: gamma is 1 and not trained
-        zero_centred: Flag = False  # gamma is 1 + w, and w starts at 0
+    class Options(GainOptions):
+        eps_place: Literal["inside", "outside"] = "inside"  # of the root
 
-        @model_validator(mode="after")
-        def _combinations(self) -> "RMSNorm.Options":
-            if self.zero_centred and not self.gain:
-                raise conflict("zero_centred would do nothing with gain=false; remove one of them", "zero_centred")
-            return self
+    options: Options
 
     def __init__(self, width: int, eps: float, options: Options) -> None:
         super().__init__(width, eps, options)
-        self.spec = NormSpec("rmsnorm", eps, options.zero_centred)
-        start = torch.zeros if options.zero_centred else torch.ones
-        self.gamma = nn.Parameter(start(width)) if options.gain else None
+        if options.eps_place == "inside":
+            self.spec = NormSpec("rmsnorm", eps, options.zero_centred)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if (self.backend != "auto" or not x.is_cpu) and (backend := self.backend_for(x)) != "eager":
-            return self.run(backend, x)
-        gamma = one_plus(self.gamma) if self.options.zero_centred and self.gamma is not None else self.gamma
-        return rmsnorm(x, gamma, self.current_eps())
+    def eager(self, x: Tensor) -> Tensor:
+        if self.spec is not None:
+            return rmsnorm(x, self.gain(), self.current_eps())
+        x_wide = wide(x)
+        # The norm's gradient at 0 is 0; that of a root of squares would make a row of zeros NaN.
+        rms = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True) / self.width**0.5
+        return self.affine(x_wide / (rms + self.current_eps()), x.dtype)

@@ -93,9 +93,10 @@ def _structures(plan: Plan) -> dict[Any, list[tuple[Side, int]]]:
     All else of a block follows from its side and the configuration. Numbers of a scheme are constants, whatever they
     are.
     """
-    make = plan.make(1, torch.Generator())
+    generator = torch.Generator()
     blocks: dict[tuple[Side, int], list[Any]] = {}
     for site in plan.depth.sites():
+        make = plan.make(1, generator, site.side, site.kind)
         own, slots = plan.scheme.own(plan.depth, site, make), plan.scheme.slots(plan.depth, site, make)
         blocks.setdefault((site.side, site.block), []).append((site.kind, _described(own), _described(slots)))
     groups: dict[Any, list[tuple[Side, int]]] = {}

@@ -205,6 +205,8 @@ class Scheme:
     topologies: ClassVar[frozenset[Topology]] = frozenset(("encoder", "decoder", "encoder-decoder"))
     sums: ClassVar[bool] = False
     """Whether every site normalises a sum of stream and branch (z) that no stream holds: it is measured then, too."""
+    has_norms: ClassVar[bool] = True
+    """Whether it places norms; False: `model.norm` would do nothing by itself."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """Options that make no sense for this scheme, each with the reason; naming one is an error that says why."""
 

@@ -91,6 +91,47 @@ def test_the_norm_on_q_and_k_comes_before_the_rotation(scope: str, kind: str) ->
     torch.testing.assert_close(attention(X, Context(ROTARY, MEMORY)), want)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_the_l2_norm_makes_scores_of_cosines(kind: str, trained: bool) -> None:
+    attention = branch("decoder", kind, qk_norm="l2", qk_scale=7.0, qk_scale_trained=trained, eps=0.0)
+    assert [name for name, _ in attention.qk_norm.named_parameters()] == (["scale"] if trained else [])
+    scale = attention.qk_norm.scale * K**0.5 if trained else 7.0  # a trained one was moved from where it starts
+    if kind == "self":
+        q, k, v = (heads(part(attention.qkv, name, X)) for name in "qkv")
+    else:
+        q, k, v = (heads(part(attention.q, "q", X)), *(heads(part(attention.kv, name, MEMORY)) for name in "kv"))
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    if kind == "self":
+        q, k = rotate(q, ROTARY), rotate(k, ROTARY)
+    seen = torch.ones(6, 6).tril().bool() if kind == "self" else None
+    want = part(attention.o, "o", attended(scale * q * K**0.5, k, v, seen))
+    torch.testing.assert_close(attention(X, Context(ROTARY, MEMORY)), want)
+
+
+def test_a_trained_scale_starts_at_its_number() -> None:
+    model = build(ModelConfig(M=2, d=D, heads=H, context=8, qk_norm="l2", qk_scale=7.0, qk_scale_trained=True), 32, 0)
+    scales = [p for name, p in model.named_parameters() if name.endswith("qk_norm.scale")]
+    assert [float(p) * K**0.5 for p in scales] == pytest.approx([7.0, 7.0])
+    model(torch.randint(0, 32, (1, 8))).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in scales)
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_scores_can_do_without_the_root_of_the_head_width(kind: str) -> None:
+    attention = branch("decoder", kind, attention_scale=False)
+    if kind == "self":
+        q, k, v = (heads(part(attention.qkv, name, X)) for name in "qkv")
+        q, k = rotate(q, ROTARY), rotate(k, ROTARY)
+    else:
+        q, k, v = (heads(part(attention.q, "q", X)), *(heads(part(attention.kv, name, MEMORY)) for name in "kv"))
+    seen = torch.ones(6, 6).tril().bool() if kind == "self" else None
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~seen if seen is not None else torch.tensor(False), -torch.inf)
+    want = part(attention.o, "o", (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(X, Context(ROTARY, MEMORY)), want)
+    assert not torch.allclose(want, part(attention.o, "o", attended(q, k, v, seen)), atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_k_and_v_come_from_the_normed_latent(kind: str) -> None:
     attention = branch("decoder", kind, kv_latent=6)

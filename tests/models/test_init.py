@@ -92,7 +92,7 @@ def test_every_parameter_has_its_role_and_gain(scheme: str, topology: str, optio
                 block = int(name.split(".")[1])
                 side = "encoder" if block < TOPOLOGIES[topology]["N"] else "decoder"
                 assert (entry.site.side, entry.site.kind) == (side, name.split(".")[3]), name
-            assert gain_of(model, entry, scaled=False) == pytest.approx(wanted(scheme, topology, entry)), name
+            assert gain_of(model, entry) == pytest.approx(wanted(scheme, topology, entry)), name
             if entry.role.bias:
                 assert not entry.values.any(), name
     assert not listed
@@ -109,16 +109,48 @@ def deviations(model: Any) -> dict[tuple[str, str, str], float]:
 
 
 def test_scaled_init_divides_what_writes_into_the_stream_by_the_root_of_the_sides_sublayers() -> None:
-    size = {"d": 128, "heads": 2, "init_scaled": True}
+    size = {"d": 128, "heads": 2, "init_scaled": "all"}
     for scheme in ("pre", "deepnorm"):
         for (side, kind, part), ratio in deviations(made(scheme, "encoder-decoder", **size)).items():
             sublayers = 2 * N if side == "encoder" else 3 * M
             gain = beta("encoder-decoder", side) if scheme == "deepnorm" and part in SCALED else 1.0
             want = gain / math.sqrt(sublayers) if part in ("o", "out") else gain
             assert ratio == pytest.approx(want, rel=0.02), (scheme, side, kind, part)
-    normal = made("pre", "decoder", d=128, init="normal", init_scaled=True)
+    normal = made("pre", "decoder", d=128, init="normal", init_scaled="all")
     out = next(entry for entry in weights(normal) if entry.role.part == "out" and not entry.role.bias)
     assert float(out.values.std()) == pytest.approx(0.02 / math.sqrt(2 * M), rel=0.03)
+
+
+def test_init_scaled_by_depth_divides_by_the_root_of_the_block_counted_from_one() -> None:
+    for scheme in ("pre", "deepnorm"):
+        model = made(scheme, "encoder-decoder", init_scaled="depth")
+        for entry in weights(model):
+            if entry.site is not None:
+                depth = 1 / math.sqrt(2 * (entry.site.block + 1)) if entry.role.part in ("o", "out") else 1.0
+                gain = beta("encoder-decoder", entry.site.side) if entry.role.part in SCALED else 1.0
+                want = depth * (gain if scheme == "deepnorm" else 1.0)
+                assert gain_of(model, entry, "depth") == pytest.approx(want), entry
+    wide = made("pre", "decoder", d=128, init="normal", init_scaled="depth")
+    outs = [entry for entry in weights(wide) if entry.role.part == "out" and not entry.role.bias]
+    for block, entry in enumerate(outs):
+        assert float(entry.values.std()) == pytest.approx(0.02 / math.sqrt(2 * (block + 1)), rel=0.03)
+
+
+def test_what_true_and_false_said_of_init_scaled_is_still_understood() -> None:
+    assert [ModelConfig(init_scaled=said).init_scaled for said in (True, False)] == ["all", "none"]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize(("init", "deviation"), [("fan_in", None), ("normal", 0.05)])
+def test_normal_inits_have_their_deviation_and_bound(init: str, deviation: float | None, truncated: bool) -> None:
+    options = {"init_std": deviation} if deviation else {}
+    model = made("deepnorm", "decoder", d=128, init=init, init_truncated=truncated, **options)
+    for entry in weights(model):
+        if entry.site is not None and not entry.role.bias:
+            gain = beta("decoder", "decoder") if entry.role.part in SCALED else 1.0
+            want = gain * (deviation or entry.values.shape[1] ** -0.5)
+            assert float(entry.values.std()) == pytest.approx(want, rel=0.04)
+            assert (float(entry.values.abs().max()) <= 3 * want) is truncated
 
 
 def test_segments_and_both_sides_positions_have_the_deviation_of_vectors() -> None:

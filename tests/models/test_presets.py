@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "configs" / "model"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 # Scheme, norm, norms that are not the scheme's (block 0 and the ends), and what else is the family's.
 FAMILIES: dict[str, tuple[str, str, set[str], dict[str, Any]]] = {
-    "gpt2": ("pre", "LayerNorm", set(), {"init_scaled": True, "activation": "gelu", "positions": "learned"}),
+    "gpt2": ("pre", "LayerNorm", set(), {"init_scaled": "all", "activation": "gelu", "positions": "learned"}),
     "bert": ("post", "LayerNorm", {"embedding_norm"}, {"segments": 2, "M": 0, "eps": 1e-12, "positions": "learned"}),
     "llama": ("pre", "RMSNorm", set(), {"activation": "swiglu", "bias": False, "positions": "rope"}),
     "qwen": ("pre", "RMSNorm", {"qk_norm.q", "qk_norm.k"}, {"qk_norm": "head", "activation": "swiglu"}),
