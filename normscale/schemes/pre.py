@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from normscale.config.values import Flag, Section
 from normscale.ops.residual import added
 from normscale.ops.statistics import Buffers, Statistics, write_sum
 from normscale.schemes.registry import register
@@ -10,7 +11,7 @@ from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site
 
 @register("pre")
 class PreNorm(Scheme):
-    """x' = x + F(Norm(x)), and one norm at the end of the stack.
+    """x' = x + F(Norm(x)), and one norm at the end of the stack unless `final_norm` is false.
 
     Where norms are fused, `write` makes the sum and the norm that the next site sees it through in one kernel
     (`ops.add_norm`), and carries the latter beside the stream: 8 passes over the activation in place of 11. A site
@@ -20,11 +21,16 @@ class PreNorm(Scheme):
     Reference: Xiong et al. 2020, arXiv:2002.04745, Table 1.
     """
 
+    class Options(Section):
+        final_norm: Flag = True  # false: the stream leaves as the last site has left it
+
+    options: Options
+
     def own(self, depth: Depth, site: Site, make: Make) -> Parts:
         return {"norm": make.norm()}
 
     def own_ends(self, depth: Depth, side: Side, make: Make) -> Parts:
-        return {"norm": make.norm()}
+        return {"norm": make.norm()} if self.options.final_norm else {}
 
     def enter(self, emb: Tensor, ends: Own) -> Streams:
         """Returns the stream, with its norm where the sites carry one: one compiled graph then serves all blocks."""
@@ -55,7 +61,8 @@ class PreNorm(Scheme):
         return written
 
     def exit(self, streams: Streams, ends: Own) -> Tensor:
-        return _normed(streams, ends)
+        x: Tensor = _normed(streams, ends) if ends.has("norm") else streams[0]
+        return x
 
 
 def _normed(streams: Streams, own: Own) -> Tensor:
