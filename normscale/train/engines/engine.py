@@ -21,6 +21,7 @@ from normscale.config.precision import PrecisionConfig
 from normscale.config.schema import OptimConfig
 from normscale.models.init import weights
 from normscale.models.stack import Transformer
+from normscale.norms import Norm
 from normscale.ops.products import Rounded
 from normscale.probes.guard import Guard
 from normscale.probes.joint import Joint
@@ -64,6 +65,8 @@ class Engine(ABC):
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = precision.tf32
         self.model: Any = self.inner
+        # Norms that take statistics over all ranks meet within a pass: no rank may make one that others do not make.
+        self.gathers = self.gathers or any(m.remembers for m in model.modules() if isinstance(m, Norm))
         self.shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
         # By role, while parameters are still whole.
         self._roles = [(one.name, one.rows, one.site, one.role) for one in weights(self.inner)]

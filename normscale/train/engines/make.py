@@ -3,6 +3,8 @@
 import torch
 
 from normscale.config.schema import RunConfig
+from normscale.errors import ConfigError
+from normscale.models.plan import resolve
 from normscale.models.stack import Transformer
 from normscale.train.engines.engine import Engine
 from normscale.train.engines.plain import PlainEngine
@@ -19,10 +21,28 @@ def check_engine(config: RunConfig) -> None:
     world, device = world_size(), device_kind()
     name = config.engine.on(world)
     check_precision(config.precision, device, world)
+    _check_norms(config, name, world)
     if name == "deepspeed":
         from normscale.train.engines.zero import check_zero
 
         check_zero(config, device, world)
+
+
+def _check_norms(config: RunConfig, engine: str, world: int) -> None:
+    """Refuses norms with running statistics where these would be lost, or not the same on every rank."""
+    found = next((norm.name for norm, _ in resolve(config.model).norms_in_use() if norm.remembers), None)
+    if found is not None and engine == "deepspeed":
+        raise ConfigError(
+            f"model.norm: {found} keeps running statistics, which ZeRO's checkpoints do not hold; set engine.name to"
+            " plain, ddp or fsdp2, or choose another norm",
+            key="model.norm",
+        )
+    if found is not None and world > 1 and config.model.compile:
+        raise ConfigError(
+            f"model.norm: {found} asks the other ranks within a block, which cannot be compiled; set"
+            " model.compile=false, or choose another norm",
+            key="model.norm",
+        )
 
 
 def make_engine(model: Transformer, config: RunConfig) -> Engine:
