@@ -53,6 +53,16 @@ def wanted(scheme: str, topology: str, entry: Weight) -> float:
         return math.sqrt((double if topology == "encoder-decoder" else single)[site.side])
     if scheme == "hyper" and part in ("o", "out"):
         return 4 ** (-1 / 2)
+    if scheme == "dsinit" and site is not None:
+        return float((site.block + 1) ** (-1 / 2))
+    if scheme == "tfixup":
+        scaled = {"encoder": 12 ** (-1 / 4), "decoder": 20 ** (-1 / 4)}
+        token = scaled.get(topology, 27 ** (-1 / 4))
+        if topology == "encoder-decoder":
+            scaled = {"encoder": 0.67 * 3 ** (-1 / 4), "decoder": 45 ** (-1 / 4)}
+        if site is not None and part in SCALED:
+            return scaled[site.side]
+        return token if part == "token" else 1.0
     return 1.0
 
 

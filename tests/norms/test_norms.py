@@ -35,6 +35,11 @@ def test_the_files_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", norm_names())
+def test_every_norm_says_where_it_is_from(name: str) -> None:
+    assert "Reference:" in (find_norm(name).__doc__ or "")
+
+
+@pytest.mark.parametrize("name", norm_names())
 def test_what_is_trained_and_where_it_starts(name: str) -> None:
     assert {parameter for parameter, _ in make(name).named_parameters()} == PARAMETERS[name]
     started = make(name, **{"gamma_init": 0.25} if "gamma_init" in find_norm(name).Options.model_fields else {})
