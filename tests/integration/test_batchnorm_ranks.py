@@ -37,6 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("engine", TWO)
 def test_two_ranks_remember_alike_and_synchronised_they_are_one(engine: str, sync: bool, one: Any, two: Any) -> None:
@@ -58,6 +59,7 @@ def test_two_ranks_remember_alike_and_synchronised_they_are_one(engine: str, syn
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", TWO)
 def test_a_step_that_is_not_applied_leaves_no_trace_and_its_culprit_is_found(engine: str, two: Any) -> None:
     for sync in (True, False):

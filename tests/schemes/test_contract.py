@@ -183,7 +183,7 @@ def test_an_extra_norm_is_refused_with_the_reason() -> None:
 def test_an_unknown_option_is_refused_with_the_options_there_are() -> None:
     with pytest.raises(ConfigError, match=r"norm_options.biass: layernorm has no option 'biass'; did you mean 'bias'"):
         resolve(ModelConfig(norm_options={"biass": False}))
-    with pytest.raises(ConfigError, match=r"scheme_options.warm: pre has no option 'warm' \(it has no options\)"):
-        resolve(ModelConfig(scheme="pre", scheme_options={"warm": 1}))
+    with pytest.raises(ConfigError, match=r"scheme_options.warm: tfixup has no option 'warm' \(it has no options\)"):
+        resolve(ModelConfig(scheme="tfixup", scheme_options={"warm": 1}))
     with pytest.raises(ConfigError, match=r"norm_options.bias: 'maybe'"):
         resolve(ModelConfig(norm_options={"bias": "maybe"}))
