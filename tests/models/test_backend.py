@@ -48,6 +48,11 @@ def test_what_would_run_is_told_for_every_norm_of_the_model() -> None:
     assert told("cuda", **wide, qk_norm="head", kv_latent=64) == f"triton; eager (width 20000 > {WIDEST})"
     assert told("cuda", **wide, qk_norm="full") == f"eager (width 20000 > {WIDEST})"
     assert told("cuda", backend="liger") == "liger"
+    assert told("cuda", norm="dyt") == "eager (this norm has no kernel)"
+    for norms in ({"ffn": "dyt"}, {"attention": {"norm": "layernorm", "norm_options": {"eps_place": "outside"}}}):
+        assert told("cuda", norms=norms) == "triton; eager (this norm has no kernel)"
+    assert told("cuda", scheme="rezero") == "eager"  # where there are none
+    assert told("cuda", scheme="rezero", qk_norm="head") == "triton"
 
 
 @pytest.mark.usefixtures("_installed")
@@ -55,6 +60,8 @@ def test_what_would_run_is_told_for_every_norm_of_the_model() -> None:
     ("model", "precision", "says"),
     [
         ({"backend": "triton", "d": 20_000}, {}, "triton cannot run here: width 20000 > 16384"),
+        ({"backend": "triton", "norms": {"ffn": "dyt"}}, {}, "triton cannot run here: this norm has no kernel"),
+        ({"backend": "triton", "qk_norm": "l2"}, {}, "triton cannot run here: this norm has no kernel"),
         ({"backend": "liger", "norm_options": {"bias": False}}, {}, "it is offered for norms with bias only"),
         ({"backend": "apex"}, {"stream": "bf16"}, "weights in float32 beside activations in bfloat16"),
         ({"backend": "apex"}, {"params": "bf16"}, "weights in bfloat16 beside activations in float32"),

@@ -1,5 +1,6 @@
 """Batch norm: its statistics, what it remembers, and what leaves no trace in it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
 from normscale.norms import seen_before
+from normscale.train.run import run
 from tests.norms.made import made
+from tests.train.test_resume import check_same, config, end_state, interrupted, resumed
 
 SIZE = {"M": 2, "d": 16, "heads": 2, "context": 8, "scheme": "pre", "norm": "batchnorm"}
 TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -69,3 +72,17 @@ def test_what_was_seen_before_changes_nothing_and_gives_the_same() -> None:
         assert torch.equal(norm.get_buffer(name), value)
     norm(x)
     assert not torch.equal(norm.running_mean, before["running_mean"])
+
+
+def test_an_interrupted_run_goes_on_with_what_it_had_remembered(tmp_path: Path) -> None:
+    model = {"scheme": "pre", "norms": {"attention": "batchnorm", "ffn": "dyt"}}  # of which none has a kernel
+    whole, broken = (config(tmp_path / name, model=model) for name in ("whole", "broken"))
+    want = run(whole)
+    interrupted(broken, at=5)
+    result, step = resumed(broken)
+    assert step == 4
+    check_same(want.run_dir, result.run_dir)
+    tensors, _ = end_state(result.run_dir)
+    running = {name: value for name, value in tensors.items() if name.endswith("norm.running_mean")}
+    assert len(running) == 2
+    assert all(bool(value.any()) for value in running.values())
