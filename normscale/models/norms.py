@@ -20,13 +20,23 @@ PLACES = (*SIDES, *BRANCHES, "qk")
 
 @dataclass(frozen=True)
 class Choice:
-    """A norm and its options."""
+    """A norm and its options, and the key of the configuration that these come from."""
 
     kind: type[Norm]
     options: Any
+    key: str
 
     def make(self, width: int, eps: float) -> Norm:
-        return self.kind(width, eps, self.options)
+        """Returns a norm.
+
+        Raises:
+            ConfigError: one of its options does not fit the width.
+        """
+        try:
+            return self.kind(width, eps, self.options)
+        except ConfigError as error:
+            key = f"{self.key}.{error.key}"
+            raise ConfigError(f"{key}: {error}", key=key) from None
 
     def numerical(self) -> dict[str, Any]:
         """Returns the choice with every default filled in."""
@@ -146,7 +156,7 @@ def _choice(config: ModelConfig, name: str, given: Any, options_key: str, key: s
         raise ConfigError(str(error).replace("model.norm:", f"{key}:", 1), key=key) from None
     if not isinstance(given, dict):
         raise ConfigError(f"{options_key}: {given!r} is no mapping of options", key=options_key)
-    return Choice(norm, norm.settled(typed(norm.Options, given, options_key, name), config.heads))
+    return Choice(norm, norm.settled(typed(norm.Options, given, options_key, name), config.heads), options_key)
 
 
 def _check_place(place: str, config: ModelConfig, depth: Depth) -> None:
@@ -155,15 +165,16 @@ def _check_place(place: str, config: ModelConfig, depth: Depth) -> None:
         said = f"{place!r} is no place of a norm{nearest(place, PLACES)} (allowed: {', '.join(PLACES)})"
         raise ConfigError(f"{key}: {said}", key=key)
     if place in SIDES and depth.topology != "encoder-decoder":
-        raise _unused(key, config.norms[place], f"one side alone ({depth.topology}); set model.norm")
+        raise _unused(key, config.norms[place], f"one side alone ({depth.topology})", "model.norm")
     if place in SIDES and (branch := next((each for each in BRANCHES if each in config.norms), None)):
         raise ConfigError(
             f"{key}: a site has one norm, and model.norms.{branch} names it too; give norms by side or by branch",
             key=key,
         )
     if place == "qk" and config.qk_norm not in ("head", "full"):
-        raise _unused(key, config.norms[place], f"model.qk_norm={config.qk_norm}; set model.qk_norm=head or full")
+        raise _unused(key, config.norms[place], f"model.qk_norm={config.qk_norm}", "model.qk_norm=head or full")
 
 
-def _unused(key: str, value: Any, has: str) -> ConfigError:
-    return ConfigError(f"{key}: {value} would do nothing with {has}; remove it", key=key)
+def _unused(key: str, value: Any, has: str, mend: str = "") -> ConfigError:
+    mended = f" or set {mend}" if mend else ""
+    return ConfigError(f"{key}: {value} would do nothing with {has}; remove it{mended}", key=key)

@@ -30,9 +30,9 @@ class GroupNorm(AffineNorm):
         self.groups = options.groups or 1
         if width % self.groups or width == self.groups:
             raise ConfigError(
-                f"model.norm_options.groups: {self.groups} groups make nothing of a norm over {width} channels; give a "
+                f"{self.groups} groups make nothing of a norm over {width} channels; give a "
                 "number that divides each width normed and leaves 2 channels or more (null: model.heads)",
-                key="model.norm_options.groups",
+                key="groups",
             )
 
     @classmethod

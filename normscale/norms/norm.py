@@ -32,7 +32,8 @@ class Norm(nn.Module, ABC):
 
     A norm that the fused operations know names itself by `spec`; `backend` (see `set_backend`) says what it runs on.
     On a CPU the eager definition is called as it is, under "auto" too: an opaque operation would hide it from the
-    compiler's fusion. A norm of one file more is its options, its parameters and `eager`.
+    compiler's fusion. A norm of one file more is its options, its parameters and `eager`. One whose options do not fit
+    a width raises a ConfigError with the option for its key.
     """
 
     name: ClassVar[str]

@@ -80,7 +80,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"norms": {"encode": "rmsnorm"}, **BOTH}, "norms.encode", "no place of a norm; did you mean 'encoder'"),
     ({"norms": {"encoder": "rmsnorm"}}, "norms.encoder", r"would do nothing with one side alone \(decoder\)"),
     ({"norms": {"encoder": "rmsnorm", "ffn": "dyt"}, **BOTH}, "norms.encoder", "norms.ffn names it too; give norms by"),
-    ({"norms": {"qk": "rmsnorm"}}, "norms.qk", "would do nothing with model.qk_norm=none; set model.qk_norm=head"),
+    (
+        {"norms": {"qk": "rmsnorm"}},
+        "norms.qk",
+        "would do nothing with model.qk_norm=none; remove it or set model.qk",
+    ),
     ({"norms": {"qk": "rmsnorm"}, "qk_norm": "l2"}, "norms.qk", "would do nothing with model.qk_norm=l2"),
     ({"norms": {"ffn": "layernrom"}}, "norms.ffn", "'layernrom' is not a norm; did you mean 'layernorm'"),
     ({"norms": {"ffn": 3}}, "norms.ffn", r"write the name of a norm, or norm: and norm_options: below it \(it is 3\)"),

@@ -1,5 +1,7 @@
 """Group norm: each head's channels by themselves."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,8 +42,18 @@ def test_groups_are_as_many_as_heads_unless_stated() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"norm_options": {"groups": 5}}, {"norm_options": {"groups": 24}}, {"qk_norm": "head"}]
+    ("options", "key"),
+    [
+        ({"norm": "groupnorm", "norm_options": {"groups": 5}}, "model.norm_options.groups"),
+        ({"norm": "groupnorm", "norm_options": {"groups": 24}}, "model.norm_options.groups"),
+        ({"norm": "groupnorm", "qk_norm": "head"}, "model.norm_options.groups"),
+        (
+            {"norms": {"ffn": {"norm": "groupnorm", "norm_options": {"groups": 5}}}},
+            "model.norms.ffn.norm_options.groups",
+        ),
+    ],
 )
-def test_groups_that_make_nothing_of_a_width_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"model.norm_options.groups: \d+ groups make nothing of a norm over"):
-        resolve(ModelConfig(**SIZE, norm="groupnorm", **options))
+def test_groups_that_make_nothing_of_a_width_are_refused(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: \d+ groups make nothing of a norm over \d+ channels") as caught:
+        resolve(ModelConfig(**SIZE, **options))
+    assert caught.value.key == key
