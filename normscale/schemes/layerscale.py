@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from normscale.config.values import Positive
+from normscale.ops.statistics import Statistics
 from normscale.schemes.pre import PreNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Site, Streams
@@ -37,5 +38,5 @@ class LayerScale(PreNorm):
     def own(self, depth: Depth, site: Site, make: Make) -> Parts:
         return {"norm": make.norm(), "g": nn.Parameter(torch.full((make.width,), self.start(depth)))}
 
-    def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
-        return (streams[0] + (own.tensor("g") * out).to(streams[0].dtype),)
+    def write(self, streams: Streams, out: Tensor, own: Own, statistics: Statistics | None = None) -> Streams:
+        return super().write(streams, (own.tensor("g") * out).to(streams[0].dtype), own, statistics)
