@@ -41,5 +41,5 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_two_ranks_train_numbers_as_one_process_does(engine: str, model: str, one: Any, two: list[Any]) -> None:
     first, second = (found[engine, model] for found in two)
     assert first == second
+    # From the second step on the losses hang on the numbers: without them a ReZero would stay the identity.
     assert first == pytest.approx(one["plain", model], rel=1e-5)
-    assert first[-1] < first[0] - 0.2
