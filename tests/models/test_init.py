@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from normscale.config.schema import ModelConfig
 from normscale.models.init import gain_of, weights
 from normscale.schemes import Weight, find_scheme, scheme_names
 from tests.schemes.forms import built

@@ -14,7 +14,8 @@ def fits(**settings: Any) -> bool:
     """Tells whether the scheme has the topology and can follow the settings; tests of its own say what it refuses."""
     config = ModelConfig(**settings)
     scheme = find_scheme(config.scheme)()
-    return Depth(config.N, config.M).topology in scheme.topologies and scheme.clash(config) is None
+    reads = scheme.has_norms or config.qk_norm != "none" or not {"norm", "eps"} & settings.keys()
+    return Depth(config.N, config.M).topology in scheme.topologies and scheme.clash(config) is None and reads
 
 
 def built(seed: int = 0, **settings: Any) -> Transformer:

@@ -5,7 +5,6 @@ contract need not be torn out for it.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch

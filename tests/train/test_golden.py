@@ -14,7 +14,7 @@ from normscale.config.schema import RunConfig
 from normscale.data.batches import IGNORE
 from normscale.data.task import MicroBatch
 from normscale.models.builder import build
-from normscale.schemes import Depth, find_scheme, scheme_names
+from normscale.schemes import scheme_names
 from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import Trainer
 from tests.probes.test_probes import Notes
