@@ -160,7 +160,7 @@ def test_gains_are_1_at_every_depth(N: int) -> None:
         ({"eps": 1e-3}, "model.eps: 0.001 makes no sense with scheme=ngpt: its lengths have no eps; leave it out"),
         ({"embedding_norm": True}, "model.embedding_norm: True makes no sense"),
         ({"kv_latent": 8}, "model.kv_latent: 8 makes no sense"),
-        ({"init_scaled": True}, "model.init_scaled: True makes no sense"),
+        ({"init_scaled": True}, "model.init_scaled: 'all' makes no sense"),
         ({"init": "normal", "init_std": 0.1}, "model.init_std: 0.1 makes no sense"),
         ({"qk_norm": "head"}, "model.qk_norm: 'head' makes no sense with scheme=ngpt"),
         ({"N": 2}, "model.scheme: 'ngpt' has no encoder-decoder form"),
