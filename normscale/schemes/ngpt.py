@@ -99,6 +99,7 @@ class NGPT(Scheme):
     brought to length 1, u's makes no difference.
     """
 
+    has_norms = False
     topologies = frozenset(("encoder", "decoder"))
 
     class Options(Section):
