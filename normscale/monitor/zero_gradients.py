@@ -59,7 +59,7 @@ class ZeroGradients:
 
 def _fragment(p: Any) -> Tensor | None:
     """Returns the piece of stages 1 and 2, if this rank has one; some optimizers keep the whole beside it."""
-    mapping = p._hp_mapping
+    mapping = getattr(p, "_hp_mapping", None)  # an optimizer that keeps whole gradients makes none
     if mapping is None:
         return None
     grad: Tensor = mapping.get_lp_grad_fragment(p._index_in_param_group).detach().view(-1)

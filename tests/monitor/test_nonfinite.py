@@ -172,7 +172,7 @@ def test_without_a_loss_function_backward_rows_tell_the_last_block_first(tmp_pat
 
 def test_a_norm_of_finite_gradients_that_overflows_is_told_from_a_bad_gradient(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    monitor = normscale.Monitor(model, lambda model, batch: model(batch).sum(), runs=tmp_path)
+    monitor = normscale.Monitor(model, lambda model, batch: model(batch).sum(), runs=tmp_path, clip=1.0)
     batch = torch.full((1, 2), 1e30)
     with monitor.micro_batch(batch):
         loss = model(batch).sum()
@@ -184,6 +184,17 @@ def test_a_norm_of_finite_gradients_that_overflows_is_told_from_a_bad_gradient(t
     (event,) = events(record(monitor), "nonfinite")
     assert event["fault"].startswith("norm overflow")
     assert event["parameters_bad"] == 0
+
+
+def test_a_norm_that_is_for_the_record_alone_stops_no_step_and_does_not_overflow(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1)
+    batch = torch.full((1, 2), 1e30)
+    with monitor.micro_batch(batch):
+        loss = model(batch).sum()
+        loss.backward()
+    assert monitor.step(torch.optim.SGD(model.parameters(), 1e-40), loss).applied
+    assert record(monitor).series["grad_norm"].values == [pytest.approx(2e30)]
 
 
 def test_the_log_has_the_bad_step_and_what_became_of_the_parameters(tmp_path: Path) -> None:
