@@ -65,6 +65,8 @@ class Transformer(nn.Module):
         self.source_position = table(config.context, learned and beside)
         self.segment = table(config.segments, config.segments > 0)
         self.logits = table(vocab, not config.tied)
+        self.logit_bias: nn.Parameter | None
+        self.register_parameter("logit_bias", None)  # a folded model may have one (`models.fold`)
         self.ends = ends
         self.blocks = nn.ModuleList(blocks)
         self.dropout = nn.Dropout(config.dropout)
@@ -192,7 +194,7 @@ class Transformer(nn.Module):
 
         Shape: result [B, T, V].
         """
-        logits_BTV = self.products.linear(x_BTD, self.token if self.logits is None else self.logits, None)
+        logits_BTV = self.products.linear(x_BTD, self.token if self.logits is None else self.logits, self.logit_bias)
         return logits_BTV * self.ends.tensor("logit_scale") if self.ends.has("logit_scale") else logits_BTV
 
     def _encode(self, source: Tensor, keep: Tensor | None, to: Buffers | None, skip: Any, outputs: Any) -> Tensor:
