@@ -20,7 +20,7 @@ EPILOG = (
     " 143 stopped by SIGTERM (with checkpoints: after one, to be started again)"
 )
 CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
-COMMANDS = ("train", "check", "plan", "show", "diff", "removal", "translate", "claim", "sync", "ui", "server")
+COMMANDS = ("train", "check", "plan", "show", "diff", "removal", "translate", "fold", "claim", "sync", "ui", "server")
 CLAIM_COMMANDS = ("list", "run", "report")
 
 
@@ -117,7 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     translate.add_argument("--penalty", type=number, default=1.0, help=power)
     translate.add_argument("--checkpoint", type=whole, metavar="STEP", help="that of this step (default: the newest)")
     translate.set_defaults(call=look.translate)
-    for command in (show, diff, removal, translate):
+    fold = commands.add_parser("fold", help="fold a trained run's norms into its weights", allow_abbrev=False)
+    fold.add_argument("run", metavar="RUN", help=f"{names}; it needs a checkpoint")
+    fold.add_argument("--checkpoint", type=whole, metavar="STEP", help="that of this step (default: the newest)")
+    fold.add_argument("--batches", type=whole, default=8, help="held-out batches to compare on (default 8)")
+    fold.add_argument("--int8", action="store_true", help="also measure norms in int8, before and after")
+    fold.set_defaults(call=look.fold)
+    for command in (show, diff, removal, translate, fold):
         _runs(command)
         command.add_argument("--json", action="store_true", help="the same for programs, with all values")
 

@@ -161,3 +161,22 @@ def translate(options: argparse.Namespace) -> int:
     else:
         print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"all of them: {path}"]))
     return 0
+
+
+def fold(options: argparse.Namespace) -> int:
+    """Folds the norms of a trained run into its weights, and says what that changes."""
+    from normscale.tracking import draw
+    from normscale.tracking.find import find_run
+    from normscale.tracking.fold import table
+
+    folder = find_run(options.run, options.runs)
+    if options.batches < 1:
+        raise BadInput(f"--batches: {options.batches} leaves nothing to measure; give 1 or more")
+    from normscale.train.fold import fold_run
+
+    found, path = fold_run(folder, options.batches, options.checkpoint, options.int8)
+    if options.json:
+        print(json.dumps(found.as_json(), allow_nan=False))
+    else:
+        print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"written to {path}"]))
+    return 0
