@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from normscale.models.fold.flow import Flow, Op
+from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
 
@@ -55,8 +56,10 @@ def _folded(model: Transformer, flow: Flow, name: str, norm: Norm, names: Mappin
             raise Blocked("nothing reads its output")
         factors = {factor for _, factor in found}
         weights = {id(op.call[1]): op.call[1] for op, _ in found}
-        if len(factors) > 1 or not weights.keys() <= names.keys():
-            raise Blocked("what reads its output is not a weight, or not times one number")
+        if len(factors) > 1:
+            raise Blocked("what reads its output does so times more than one number")
+        for weight in weights.values():
+            _check_weight(model, weight, names.get(id(weight)))
         ours = {id(op) for op, _ in found}
         for weight in weights.values():
             others = [op for op in flow.readers(weight) if id(op) not in ours]
@@ -66,6 +69,14 @@ def _folded(model: Transformer, flow: Flow, name: str, norm: Norm, names: Mappin
         return Affine(name, into, factors.pop())
     except Blocked as reason:
         return Affine(name, stays=str(reason))
+
+
+def _check_weight(model: Transformer, weight: Tensor, name: str | None) -> None:
+    """Raises Blocked unless a weight is a projection's or the head's, where there is room for a bias."""
+    if weight is model.token or weight is model.logits:
+        return
+    if name is None or not isinstance(model.get_submodule(name.rpartition(".")[0]), Projection):
+        raise Blocked(f"{name or 'a weight that is computed'} reads its output, and is no projection")
 
 
 @torch.no_grad()

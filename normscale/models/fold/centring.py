@@ -14,6 +14,7 @@ from torch import Tensor
 
 from normscale.models.fold.affine import Blocked, scale_of
 from normscale.models.fold.flow import Flow, Op
+from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
 
@@ -74,6 +75,8 @@ class _Search:
             return []
         if op.name == "linear" and id(op.call[1]) in self.names:
             name = self.names[id(op.call[1])]
+            if not isinstance(self.model.get_submodule(name.rpartition(".")[0]), Projection):
+                raise Blocked(f"{name}, which writes what it reads, is no projection")
             if len(self.flow.readers(op.call[1])) > 1:
                 raise Blocked(f"{name}, which writes what it reads, is used elsewhere too")
             found.writers.append(name)
