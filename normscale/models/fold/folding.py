@@ -174,10 +174,11 @@ def _refusal(model: Transformer, folding: Folding) -> str:
     name = model.scheme.name
     if not folding.norms:
         return f"{name}: the model has no norm that could be folded"
-    kept = next((norm for norm in folding.norms if norm.affine_stays), None)
-    if kept is None:
+    kept = [norm for norm in folding.norms if norm.affine_stays]
+    if not kept:
         return f"{name}: its norms have neither gains nor biases, nor a mean that could go elsewhere"
-    return f"{name} cannot be folded: {kept.norm}: {kept.affine_stays}"
+    first = min(kept, key=lambda norm: not norm.norm.startswith("blocks."))  # ends come first in a model
+    return f"{name} cannot be folded: {first.norm}: {first.affine_stays}"
 
 
 def _norm(model: Transformer, name: str) -> Norm:
