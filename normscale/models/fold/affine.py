@@ -12,6 +12,7 @@ from normscale.models.fold.flow import Flow, Op
 from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
+from normscale.norms.norm import AffineNorm
 
 SUMS = ("add", "iadd", "radd", "sub", "isub", "addcmul", "lerp")
 HEAD = "logits"
@@ -36,8 +37,7 @@ class Blocked(Exception):
 
 def affine_of(norm: Norm) -> tuple[Tensor | None, Tensor | None]:
     """Returns what a norm multiplies by and adds at its end, None where it does not."""
-    gamma = norm.gamma
-    return (1 + gamma if gamma is not None and getattr(norm.options, "zero_centred", False) else gamma), norm.bias
+    return norm.gain() if isinstance(norm, AffineNorm) else None, norm.bias
 
 
 def affine_folds(model: Transformer, flow: Flow) -> list[Affine]:

@@ -95,7 +95,7 @@ class _Search:
                 raise Blocked(f"{op.norm} ({kind}) reads the same, with its mean")
             found.readers.append(op.norm)
             return []
-        if op.name == "linear" and op.call[1] is self.model.token:
+        if op.name == "linear" and op.call[1] is x is self.model.token:
             return []  # a tied head, which gets weights of its own
         if any(x is part for part in _parts(op)):
             return list(op.outputs)

@@ -126,6 +126,27 @@ def test_norms_after_the_branch_stay_and_so_does_the_mean() -> None:
     assert any(reason.endswith("ffn.own.out_norm is in it") for reason in reasons(folding, "mean_stays"))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stream_that_the_head_reads_without_a_norm_keeps_its_mean(tied: bool) -> None:
+    _, folding = folded(scheme_options={"final_norm": False}, tied=tied)
+    assert reasons(folding, "mean_stays") == {f"{'token' if tied else 'logits'} reads the same, without a norm"}
+    assert all(norm.into for norm in folding.norms)
+    assert not folding.untied
+
+
+def test_a_side_of_another_norm_keeps_the_mean_in_the_token_vectors_that_both_read() -> None:
+    _, folding = folded(N=2, norms={"encoder": "rmsnorm"})
+    assert all(norm.into for norm in folding.norms)
+    assert any("(rmsnorm) reads the same, with its mean" in reason for reason in reasons(folding, "mean_stays"))
+    assert not folding.form.centred
+
+
+def test_an_eps_outside_the_root_stays_there() -> None:
+    new, folding = folded(norm_options={"eps_place": "outside"}, eps=0.1)
+    assert folding.whole
+    assert {m.options.eps_place for m in new.modules() if isinstance(m, Norm)} == {"outside"}
+
+
 @pytest.mark.parametrize("scheme", ["post", "deepnorm"])
 @pytest.mark.parametrize("sides", [{}, {"N": 2}, {"N": 2, "M": 0}])
 def test_the_post_norm_family_is_refused(scheme: str, sides: dict[str, int]) -> None:
