@@ -172,7 +172,7 @@ def fold(options: argparse.Namespace) -> int:
     folder = find_run(options.run, options.runs)
     if options.batches < 1:
         raise BadInput(f"--batches: {options.batches} leaves nothing to measure; give 1 or more")
-    from normscale.train.fold import fold_run
+    from normscale.fold.run import fold_run
 
     found, path = fold_run(folder, options.batches, options.checkpoint, options.int8)
     if options.json:

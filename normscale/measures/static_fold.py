@@ -13,12 +13,12 @@ from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, held_out_batches, unigram_of
 from normscale.data.task import IGNORE, MicroBatch
+from normscale.fold.affine import affine_of
+from normscale.fold.folding import unfolded
+from normscale.fold.run import fold_run
 from normscale.measures._rows import NormName
-from normscale.models.fold.affine import affine_of
-from normscale.models.fold.folding import unfolded
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
-from normscale.train.fold import fold_run
 from normscale.train.run import run
 from normscale.train.trained import trained
 
@@ -32,7 +32,7 @@ def measure(seed: int, norm: NormName, blocks: int = 6, steps: int = 300) -> dic
     """Trains a Pre-Norm decoder on text and returns, of its held-out loss in nats:
 
     - `learned`: by how much it is below the unigram entropy;
-    - `exact`: by how much it moves, in fp64, when gains, biases and means go into the weights (`models.fold`), and
+    - `exact`: by how much it moves, in fp64, when gains, biases and means go into the weights (`normscale.fold`), and
       `exact_bf16`: the same in bf16 products;
     - `static_token`, `static_channel`: by how much it rises when every norm divides by one number for the whole norm,
       or one for each channel, fixed on training text, so that nothing of it is left at inference: the mean and the

@@ -66,7 +66,7 @@ class Transformer(nn.Module):
         self.segment = table(config.segments, config.segments > 0)
         self.logits = table(vocab, not config.tied)
         self.logit_bias: nn.Parameter | None
-        self.register_parameter("logit_bias", None)  # a folded model may have one (`models.fold`)
+        self.register_parameter("logit_bias", None)  # a folded model may have one (`normscale.fold`)
         self.ends = ends
         self.blocks = nn.ModuleList(blocks)
         self.dropout = nn.Dropout(config.dropout)

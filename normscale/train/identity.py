@@ -23,11 +23,14 @@ NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "probes", "tra
 
 
 @functools.cache
-def sources_hash() -> str:
-    """Returns a hash of the source files that numbers depend on; a commit anywhere else voids no run."""
+def sources_hash(*more: str) -> str:
+    """Returns a hash of the source files that numbers depend on; a commit anywhere else voids no run.
+
+    `more` are packages that other numbers than those of training depend on, too.
+    """
     package = Path(normscale.__file__).parent
     digest = hashlib.sha256()
-    for folder in NUMERICAL_SOURCES:
+    for folder in (*NUMERICAL_SOURCES, *more):
         for path in sorted((package / folder).rglob("*.py")):
             digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

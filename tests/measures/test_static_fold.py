@@ -6,7 +6,7 @@ import torch
 from normscale.data.task import MicroBatch
 from normscale.measures import static_fold
 from normscale.measures._rows import NormName
-from tests.models.fold.test_folding import TOKENS, model_of, unfolded
+from tests.fold.test_folding import TOKENS, model_of, unfolded
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

@@ -3,10 +3,10 @@
 import pytest
 
 from normscale.errors import BadInput
-from normscale.models.fold import fold
+from normscale.fold import fold
 from normscale.norms import Norm, norm_names
 from normscale.schemes import find_scheme, scheme_names
-from tests.models.fold.test_folding import apart, model_of
+from tests.fold.test_folding import apart, model_of
 
 SIDES: dict[str, dict[str, int]] = {"decoder": {}, "encoder": {"N": 2, "M": 0}, "encoder-decoder": {"N": 2}}
 CASES = [(scheme, sides) for scheme in scheme_names() for sides in SIDES if sides in find_scheme(scheme).topologies]

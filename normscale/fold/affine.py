@@ -8,7 +8,7 @@ from numbers import Number
 import torch
 from torch import Tensor
 
-from normscale.models.fold.flow import Flow, Op
+from normscale.fold.flow import Flow, Op
 from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
 from normscale.norms import Norm

@@ -15,9 +15,9 @@ from normscale.config.schema import RunConfig
 from normscale.data.batches import held_out_batches
 from normscale.data.task import load_task
 from normscale.errors import BadInput, StoreError
+from normscale.fold.run import fold_run
+from normscale.fold.saved import load
 from normscale.norms import Norm
-from normscale.train.fold import fold_run
-from normscale.train.folded import load
 from normscale.train.run import run
 from normscale.train.trained import trained
 

@@ -3,8 +3,8 @@
 import torch
 
 from normscale.config.schema import ModelConfig
+from normscale.fold.int8 import Int8Norms, int8
 from normscale.models.builder import build
-from normscale.models.int8 import Int8Norms, int8
 
 TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import normscale.models.fold.folding as module
+import normscale.fold.folding as module
 from normscale.config.schema import ModelConfig
 from normscale.errors import BadInput, RunFailed
+from normscale.fold import Folding, fold
+from normscale.fold.folding import unfolded
 from normscale.models.builder import build
-from normscale.models.fold import Folding, fold
-from normscale.models.fold.folding import unfolded
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
 

@@ -1,7 +1,7 @@
 """A folded model on disk, of no run: weights in safetensors, and in YAML all that is needed to build it.
 
 folded-00000120/
-    model.yaml           where it comes from; the model's configuration; its form (see `models.fold.Form`)
+    model.yaml           where it comes from; the model's configuration; its form (see `normscale.fold.Form`)
     weights.safetensors  by the names of the folded model's parameters
 """
 
@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import BadInput, NormscaleError, StoreError
+from normscale.fold import Form
 from normscale.models.builder import build
-from normscale.models.fold import Form
 from normscale.models.stack import Transformer
 
 FORMAT = 1

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import BadInput, RunFailed
-from normscale.models.fold.affine import HEAD, Affine, affine_folds, affine_of
-from normscale.models.fold.centring import MEANLESS, Stream, centre, streams_of
-from normscale.models.fold.flow import flow_of
-from normscale.models.fold.form import Form, learn_positions, untie
+from normscale.fold.affine import HEAD, Affine, affine_folds, affine_of
+from normscale.fold.centring import MEANLESS, Stream, centre, streams_of
+from normscale.fold.flow import flow_of
+from normscale.fold.form import Form, learn_positions, untie
 from normscale.models.stack import Transformer
 from normscale.norms import Norm, set_backend
 from normscale.ops.products import NATIVE

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from normscale.models.fold.affine import Blocked, scale_of
-from normscale.models.fold.flow import Flow, Op
+from normscale.fold.affine import Blocked, scale_of
+from normscale.fold.flow import Flow, Op
 from normscale.models.projection import Projection
 from normscale.models.stack import Transformer
 from normscale.norms import Norm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscale.models.fold.affine import affine_of
+from normscale.fold.affine import affine_of
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from normscale.data.batches import held_out_batches
 from normscale.data.task import IGNORE, MicroBatch
 from normscale.errors import StoreError
-from normscale.models.fold import Folding, fold
-from normscale.models.fold.folding import unfolded
-from normscale.models.int8 import Int8Norms
+from normscale.fold import Folding, fold
+from normscale.fold.folding import unfolded
+from normscale.fold.int8 import Int8Norms
+from normscale.fold.saved import Folded, load, save
 from normscale.models.stack import Transformer
 from normscale.norms import set_backend
 from normscale.tracking.files import write_whole
 from normscale.tracking.spool import strict
-from normscale.train.folded import Folded, load, save
 from normscale.train.trained import trained
 
 Autocast = AbstractContextManager[Any]
