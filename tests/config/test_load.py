@@ -326,7 +326,9 @@ def test_the_configurations_say_what_their_names_say() -> None:
         model = load(path).model
         if depths:
             assert [blocks for blocks in (model.N, model.M) if blocks] == [int(depth) for depth in depths]
-            others = dict.fromkeys(("encdec", "encoder", "deepnet", "wmt17", "iwslt14", "opus100", "multi30k"), "deepnorm")
+            others = dict.fromkeys(
+                ("encdec", "encoder", "deepnet", "wmt17", "iwslt14", "opus100", "multi30k"), "deepnorm"
+            )
             assert model.scheme.removesuffix("norm") == others.get(name, name).removesuffix("norm")
     quick = load(ROOT / "configs/train/quick.yaml")
     assert (quick.model.M, quick.model.d, quick.train.steps) == (2, 32, 100)
