@@ -326,6 +326,17 @@ def test_help_names_the_codes_of_signals(capsys: pytest.CaptureFixture[str]):
     assert "130 interrupted (Ctrl-C), 143 stopped by SIGTERM" in said
 
 
+def test_a_fresh_checkout_reports_the_records_that_came_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["claim", "report"]) == 0
+    out = capsys.readouterr().out
+    assert "depth-postnorm-dies" in out
+    assert "(published record of " in " ".join(out.split())
+    assert (tmp_path / "reports" / "latest" / "depth-postnorm-dies.png").exists()
+
+
 @pytest.mark.parametrize(("words", "variable"), [(["--dry-run"], ""), ([], "1")])
 def test_a_dry_run_of_a_claim_lists_its_runs_and_starts_none(
     words: list[str],

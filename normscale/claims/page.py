@@ -1,15 +1,16 @@
 """How the report reads: the HTML page and the Markdown text, for someone who never saw the code."""
 
 import base64
-import math
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from normscale.claims.expect import Value
+from normscale.claims.html import badge, document, interval, shown, table
 from normscale.claims.judges.slopes import recorded_steps, when_said
 from normscale.claims.judges.values import WHEN
-from normscale.claims.results import MAIN, ROLES, Measured, Part, Result
+from normscale.claims.results import MAIN, ROLES, Part, Result
+from normscale.claims.scale import scale_of
 from normscale.claims.state import AT_UNIGRAM, SPIKE, STANDSTILL
 from normscale.claims.verdict import describe
 from normscale.tracking.record import TRAINED_NATS
@@ -21,56 +22,87 @@ WRITTEN_BEFORE = (
     "What had to be seen was written down before the runs that judge it. Step counts and learning rates come from "
     "pilots; where those had shown the outcome, the claim says so."
 )
-STYLE = """
-body{font:16px/1.55 system-ui,sans-serif;color:#1c1c1c;background:#fff;max-width:1000px;margin:2rem auto;padding:1rem}
-h1{font-size:1.7rem;margin-bottom:.2rem}
-h2{font-size:1.35rem;margin-top:3rem;border-top:1px solid #ddd;padding-top:1.5rem}
-h3{font-size:1.05rem;margin:1.6rem 0 .4rem} p{margin:.5rem 0} .quiet{color:#666} img{width:100%;height:auto}
-table{border-collapse:collapse;width:100%;font-size:.9rem;margin:.4rem 0} th{text-align:left;font-weight:600}
-th,td{padding:.3rem .6rem;border-bottom:1px solid #e4e4e4;vertical-align:top} td.n{white-space:nowrap;text-align:right}
-th.n{text-align:right} .badge{border-radius:4px;padding:.1rem .5rem;color:#fff;font-size:.8rem;white-space:nowrap}
-.supported{background:#1a7f37}.refuted{background:#b42318}.inconclusive{background:#9a6700}
-.not-run,.smoke{background:#6e7781}
-.trained{color:#1a7f37}.stuck,.diverged{color:#b42318}.undecided{color:#9a6700}.missing{color:#6e7781}
-.expected td:last-child{width:45%} .wide{overflow-x:auto}
-code,pre{background:#f4f4f4;border-radius:4px;padding:.1rem .3rem;font-size:.9em}
-summary{cursor:pointer;margin:1rem 0 .4rem;font-weight:600}
-"""
 
 
 def page(claims: Sequence["Reported"], date: str) -> str:
     """Returns the report as one self-contained HTML page without scripts."""
-    rows = [
-        [f'<a href="#{escape(r.claim.id)}">{escape(r.claim.id)}</a>', escape(r.claim.says), _badge(r.word)]
-        for r in claims
-    ]
+    claims = sorted(claims, key=lambda reported: reported.word == "not run")  # what there is to see comes first
+    rows = [[f"{_link(r)}<br>{badge(r.word)}", f"{escape(r.claim.says)}{_told(r)}"] for r in claims]
     body = [
         "<h1>Which normalisation lets a Transformer train?</h1>",
-        f'<p class="quiet">normscale, {escape(date)}</p>',
+        f'<p class="quiet">normscale, {escape(date)}. {escape(counted(claims))}.</p>',
         f"<p>Each claim below is a statement of a paper or an article. {WRITTEN_BEFORE} The verdict is what the "
         "numbers say. <em>Inconclusive</em> means that the runs cannot tell, "
         "<em>not run</em> that there are none, <em>smoke</em> that they only show that the code runs.</p>",
-        _table(["claim", "what it says", "verdict"], rows),
+        table(["claim", "what it says, and in numbers"], rows),
+        *_not_run(claims),
         *[_section(reported) for reported in claims],
         _reading(),
     ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>normscale: claims</title>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    return document("normscale: claims", body)
+
+
+def counted(claims: Sequence["Reported"]) -> str:
+    """Returns e.g. "9 claims: 5 supported, 1 refuted, 3 not run"."""
+    words = [reported.word for reported in claims]
+    order = ("supported", "refuted", "inconclusive", "smoke", "not run")
+    counts = ", ".join(f"{words.count(word)} {word}" for word in order if word in words)
+    return f"{len(words)} claim{'s' * (len(words) != 1)}: {counts}"
+
+
+def _told(reported: "Reported") -> str:
+    return "" if reported.word == "not run" else f'<br><span class="quiet">{escape(_headline(reported))}</span>'
+
+
+def _link(reported: "Reported") -> str:
+    name = escape(reported.claim.id)
+    return f'<a href="#{name}">{name}</a>'
+
+
+def _headline(reported: "Reported") -> str:
+    return reported.judgement.headline.split(" - ", 1)[-1]
+
+
+def _not_run(claims: Sequence["Reported"]) -> list[str]:
+    """What has no verdict, or one from less than its profile holds, and why."""
+    rows = []
+    for r in claims:
+        why = "; ".join(r.left_out) or (_headline(r) if r.word in ("not run", "smoke") else "")
+        if why:
+            rows.append([_link(r), escape(why), _code(r.command)])
+    return ["<h2>What was not run, and why</h2>", table(["claim", "not run", "runs it"], rows)] if rows else []
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+def _from_record(reported: "Reported") -> list[str]:
+    """Says of a published record that it is one."""
+    if reported.published is None:
+        return []
+    return [f"From the record of {reported.published.date} that is published with the code; not run in this folder."]
 
 
 def markdown(claims: Sequence["Reported"], date: str) -> str:
     """Returns the report as Markdown; figures are files beside it."""
-    lines = ["# Claims", "", date, "", WRITTEN_BEFORE, "", "| claim | verdict | in numbers |", "|---|---|---|"]
+    lines = [
+        "# Claims",
+        "",
+        f"{date}. {counted(claims)}.",
+        "",
+        WRITTEN_BEFORE,
+        "",
+        "| claim | verdict | in numbers |",
+        "|---|---|---|",
+    ]
     for r in claims:
-        told = r.judgement.headline.split(" - ", 1)[-1]
+        told = _headline(r)
         lines.append(f"| [{r.claim.id}](#{r.claim.id}) | **{r.word}** | {_bar(told)} |")
     for r in claims:
         lines += ["", f"## {r.claim.id}", "", r.claim.says, "", f"Source: {r.claim.source}.", ""]
-        lines += [f"**{r.word.upper()}** - {r.judgement.headline.split(' - ', 1)[-1]}", ""]
+        lines += [f"**{r.word.upper()}** - {_headline(r)}", ""]
+        lines += [line for told in _from_record(r) for line in (told, "")]
         if r.left_out and r.judgement.parts:
             lines += ["Not run: " + "; ".join(r.left_out) + ".", ""]
         if r.figure:
@@ -80,17 +112,20 @@ def markdown(claims: Sequence["Reported"], date: str) -> str:
         lines += [f"| {_bar(p.expect)} | {p.verdict} | {_bar(p.detail)} |" for p in parts]
         lines += ["", "| measured | value | published |", "|---|---|---|"]
         lines += [f"| {_bar(name)} | {value} | {_bar(paper)} |" for name, value, paper in _beside(r)]
-        lines += ["", "Different here: " + "; ".join(r.claim.differs) + ".", "", f"Again: `{r.command}`"]
+        lines += ["", "Different here: " + "; ".join(_differs(r)) + ".", "", f"Again: `{r.command}`"]
     return "\n".join(lines) + "\n"
 
 
 def _section(reported: "Reported") -> str:
     claim, judgement = reported.claim, reported.judgement
-    profile = f"profile {reported.profile}, {reported.done} of {len(reported.results)} runs" if reported.profile else ""
+    profile = (
+        f"Profile {reported.profile}, {reported.done} of {len(reported.results)} runs." if reported.profile else ""
+    )
     parts = [
         f'<h2 id="{escape(claim.id)}">{escape(claim.says)}</h2>',
         f'<p class="quiet">{escape(claim.id)}. Source: {escape(claim.source)}. {escape(profile)}</p>',
-        f"<p>{_badge(reported.word)} {escape(judgement.headline.split(' - ', 1)[-1])}</p>",
+        *[f'<p class="quiet">{escape(line)}</p>' for line in _from_record(reported)],
+        f"<p>{badge(reported.word)} {escape(_headline(reported))}</p>",
     ]
     if reported.left_out and judgement.parts:
         parts.append(f'<p class="quiet">Not run: {escape("; ".join(reported.left_out))}.</p>')
@@ -103,18 +138,22 @@ def _section(reported: "Reported") -> str:
         parts += ["<h3>Gap to the unigram entropy, by depth (nats)</h3>", _matrix(reported)]
     parts += ["<h3>Beside the published numbers</h3>"]
     rows = [[escape(name), escape(value), escape(paper)] for name, value, paper in _beside(reported)]
-    parts.append(_table(["measured here", "value (95 % interval)", "published"], rows))
-    parts += [
-        "<h3>What is different here</h3>",
-        "<ul>",
-        *[f"<li>{escape(item)}</li>" for item in claim.differs],
-        "</ul>",
-    ]
-    parts += [f"<h3>Run it again</h3><p><code>{escape(reported.command)}</code></p>"]
-    if reported.results:
+    parts.append(table(["measured here", "value (95 % interval)", "published"], rows))
+    differs = "".join(f"<li>{escape(item)}</li>" for item in _differs(reported))
+    parts += [f"<h3>What is different here</h3><ul>{differs}</ul>"]
+    parts += [f"<h3>Run it again</h3><p>{_code(reported.command)}</p>"]
+    if reported.published is not None:
+        parts.append(f"<p>Every run: {_code(f'experiments/results/{claim.id}.json')}</p>{_environment(reported)}")
+    elif reported.results:
         parts.append(f"<details><summary>All {len(reported.results)} runs</summary>{_runs(reported)}</details>")
         parts.append(_environment(reported))
     return "\n".join(parts)
+
+
+def _differs(reported: "Reported") -> list[str]:
+    """The scale of the runs, then what the claim itself says."""
+    ran = [] if reported.profile is None else [f"run here: {scale_of(reported.claim, reported.profile)}"]
+    return [*ran, *reported.claim.differs]
 
 
 def _expectations(reported: "Reported") -> str:
@@ -125,12 +164,12 @@ def _expectations(reported: "Reported") -> str:
         ]
         return "<ul>" + "".join(f"<li>{kind}{escape(text)}</li>" for text, kind in said) + "</ul>"
     rows = [_part(part, "") for part in judgement.parts] + [_part(part, "Control: ") for part in judgement.control]
-    return f'<div class="expected">{_table(["expectation", "verdict", "runs"], rows)}</div>'
+    return f'<div class="expected">{table(["expectation", "verdict", "runs"], rows)}</div>'
 
 
 def _part(part: Part, kind: str) -> list[str]:
     detail = "<br>".join(escape(line) for line in part.detail.split("; "))
-    return [f"{kind}{escape(part.expect)}", _badge(part.verdict), detail]
+    return [f"{kind}{escape(part.expect)}", badge(part.verdict), detail]
 
 
 def _matrix(reported: "Reported") -> str:
@@ -150,10 +189,10 @@ def _matrix(reported: "Reported") -> str:
                 states = list(dict.fromkeys(result.state.label for result in groups[depth]))
                 state = " and ".join(f'<span class="{word}">{word}</span>' for word in states)
                 seeds = f" ({len(groups[depth])})" if groups[depth] else ""
-                cells.append(f"{_interval(item)}<br>{state}{seeds}" if item else state)
+                cells.append(f"{interval(item.value, item.lo, item.hi)}<br>{state}{seeds}" if item else state)
             rows.append([escape(label + ROLES.get(role, "")), *cells])
     note = '<p class="quiet">In brackets: the number of seeds; with two or more, the 95 % interval over them.</p>'
-    return f'<div class="wide">{_table(["arm", *[f"{depth} blocks" for depth in depths]], rows)}</div>{note}'
+    return table(["arm", *[f"{depth} blocks" for depth in depths]], rows) + note
 
 
 def _is(result: Result, arm: str, depth: int, role: str) -> bool:
@@ -170,7 +209,7 @@ def _beside(reported: "Reported") -> list[tuple[str, str, str]]:
     rows = []
     for name in names:
         item = measured.get(name)
-        value = _interval(item) if item else "not measured"
+        value = interval(item.value, item.lo, item.hi) if item else "not measured"
         rows.append((item.label if item else name, value, reported.claim.paper.get(name, "")))
     return rows
 
@@ -187,16 +226,16 @@ def _runs(reported: "Reported") -> str:
         summary = result.record.summary if result.record else {}
         label = state.label if trained or state.label == "missing" else "ended"
         told = [f'<span class="{label}">{label}</span>', escape(state.why if label != "ended" else "")]
-        numbers = ["" if trained else _number(result.value(name, step)) for name, step in judged]
-        numbers += [_number(result.number(number, when)) for number, when in values]
-        numbers += [_number(state.loss) if trained else ""] if losses else []
-        numbers += [_number(summary.get("steps"), 0), _number(summary.get("seconds"), 1)]
+        numbers = ["" if trained else shown(result.value(name, step)) for name, step in judged]
+        numbers += [shown(result.number(number, when)) for number, when in values]
+        numbers += [shown(state.loss) if trained else ""] if losses else []
+        numbers += [shown(summary.get("steps"), 0), shown(summary.get("seconds"), 1)]
         rows.append([escape(result.cell.name), *told, *numbers, f"<code>{escape(run_id)}</code>"])
     columns = [f"{name} {when_said(name, step)}" for name, step in judged]
     columns = [column.replace("grad_last_out", "gradient") for column in columns]
     columns += [escape(claim.numbers.get(number, number) + WHEN[when]) for number, when in values]
     columns += ["held-out loss"] if losses else []
-    return f'<div class="wide">{_table(["run", "state", "", *columns, "steps", "seconds", "id"], rows)}</div>'
+    return table(["run", "state", "", *columns, "steps", "seconds", "id"], rows)
 
 
 def _environment(reported: "Reported") -> str:
@@ -220,36 +259,6 @@ def _reading() -> str:
         "<li>Intervals are 95 % by Student's t: over seeds for means; for slopes over all runs or over the means of "
         "the depths, whichever is wider. They speak of other seeds, not of other texts.</li></ul>"
     )
-
-
-def _badge(verdict: str) -> str:
-    return f'<span class="badge {verdict.replace(" ", "-")}">{escape(verdict.upper())}</span>'
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; its cells are HTML already."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>\n" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table>"
-
-
-def _interval(item: Measured) -> str:
-    if item.value is None:
-        return "not finite"
-    small = 0 < abs(item.value) < 0.1 or abs(item.value) >= 1000
-    digits = ".3g" if small else ".2f"
-    if item.lo is None or item.hi is None:
-        return f"{item.value:{digits}}"
-    return f"{item.value:{digits}} ({item.lo:{digits}}..{item.hi:{digits}})"
-
-
-def _number(value: object, digits: int = 4) -> str:
-    if not isinstance(value, int | float):
-        return ""
-    if not math.isfinite(value):
-        return "not finite"
-    small = value and abs(value) < 0.01
-    return f"{value:.2e}" if small else f"{value:.{digits}f}"
 
 
 def _bar(text: str) -> str:

@@ -11,13 +11,13 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from normscale.claims.claim import Cell, Claim, ProfileName
+from normscale.claims.claim import Claim, ProfileName
+from normscale.claims.compact import Published, compact, read_published
 from normscale.claims.discover import experiments_folder, list_claims
-from normscale.claims.expect import Value
 from normscale.claims.figures.drawing import draw
 from normscale.claims.manifest import cells_of, left_out_of, results_of
 from normscale.claims.page import markdown, page
@@ -40,6 +40,8 @@ class Reported:
     run_ids: list[str]
     figure: Path | None = None
     left_out: tuple[str, ...] = ()
+    published: Published | None = None
+    """The record that came with the code, which the rest was read from; None where the runs are here, or nothing is."""
 
     @property
     def command(self) -> str:
@@ -52,6 +54,8 @@ class Reported:
 
     @property
     def done(self) -> int:
+        if self.published is not None:
+            return self.published.done
         return sum(result.record is not None and result.record.finished for result in self.results)
 
     def numbers(self) -> dict[str, Any]:
@@ -62,11 +66,12 @@ class Reported:
         head = {"id": self.claim.id, "says": self.claim.says, "source": self.claim.source, "profile": self.profile}
         left_out = {"left_out": list(self.left_out)} if self.left_out else {}
         runs = {"done": self.done, "of": len(self.results), **left_out}
-        return head | told | {"runs": runs, "command": self.command}
+        published = {"published": self.published.date} if self.published else {}
+        return head | told | {"runs": runs, "command": self.command} | published
 
     def environments(self) -> list[dict[str, Any]]:
         """Returns the machines and versions that its runs saw, each once."""
-        seen: list[dict[str, Any]] = []
+        seen: list[dict[str, Any]] = list(self.published.environment) if self.published else []
         for result in self.results:
             start = result.record.start if result.record else {}
             found = {**start.get("environment", {}), "device": start.get("identity", {}).get("device")}
@@ -100,17 +105,19 @@ def write_report(
     claims: Sequence[Claim] | None = None,
     profiles: Mapping[str, ProfileName] | None = None,
     reports: Path = Path("reports"),
+    published: Path | None = None,
 ) -> Written:
     """Writes reports/<date-time>/ about the claims (None: all of the checkout) and points reports/latest at it.
 
-    A claim is shown at the profile that `profiles` names, else at the largest it was ever run at.
+    A claim is shown at the profile that `profiles` names, else at the largest it was ever run at. One that `profiles`
+    does not name and that was never run here is shown as the folder `published` has it, and says so.
 
     Raises:
         StoreError: the reports folder cannot be written, or a manifest cannot be read.
     """
     runs, reports = runs.absolute(), reports.absolute()
     listed = list_claims() if claims is None else claims
-    gathered = [_gather(claim, runs, (profiles or {}).get(claim.id)) for claim in listed]
+    gathered = gather(runs, listed, profiles, published)
     try:
         folder = _new_folder(reports)
         shown = [_with_figure(reported, folder) for reported in gathered]
@@ -139,29 +146,16 @@ def publish(written: Written, results: Path | None = None) -> list[Path]:
     try:
         results.mkdir(parents=True, exist_ok=True)
         for reported in written.claims:
-            if not reported.done or reported.profile == "smoke":
+            if not reported.done or reported.profile == "smoke" or reported.published is not None:
                 continue
             path = results / f"{reported.claim.id}.json"
-            record = reported.numbers() | {
-                "date": time.strftime("%Y-%m-%d"),
-                "environment": [_public(environment) for environment in reported.environments()],
-                "cells": [
-                    _cell(reported.claim, result, run)
-                    for result, run in zip(reported.results, reported.run_ids, strict=True)
-                ],
-            }
-            write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+            write_whole(path, json.dumps(compact(reported), indent=1, allow_nan=False) + "\n")
             files.append(path)
             if reported.figure:
                 files.append(Path(shutil.copyfile(reported.figure, path.with_suffix(".png"))))
     except OSError as error:
         raise StoreError(f"{results}: cannot be written ({error.strerror})") from None
     return files
-
-
-def _public(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a published record says of a machine: what it is, not which."""
-    return {key: value for key, value in environment.items() if key not in ("host", "platform")}
 
 
 def table(claims: Sequence[Reported], width: int | None = None) -> str:
@@ -171,6 +165,8 @@ def table(claims: Sequence[Reported], width: int | None = None) -> str:
     lines = [f"{'claim':{first}}{'verdict':14}in numbers"]
     for reported in claims:
         verdict, text = reported.word, reported.judgement.headline.split(" - ", 1)[-1]
+        if reported.published is not None:
+            text += f" (published record of {reported.published.date})"
         wrapped = textwrap.wrap(text, max(20, width - first - 14)) or [""]
         lines.append(f"{reported.claim.id:{first}}{verdict.upper():14}{wrapped[0]}")
         lines += [" " * (first + 14) + line for line in wrapped[1:]]
@@ -191,6 +187,24 @@ def writable(reports: Path) -> None:
         raise StoreError(f"{reports}: reports cannot be written there ({error.strerror}); make it writable") from None
 
 
+def gather(
+    runs: Path,
+    claims: Sequence[Claim],
+    profiles: Mapping[str, ProfileName] | None = None,
+    published: Path | None = None,
+) -> list[Reported]:
+    """Returns what there is of each claim, as `write_report` shows it.
+
+    Raises:
+        StoreError: a manifest or a published record cannot be read.
+    """
+    asked = profiles or {}
+    found = [_gather(claim, runs, asked.get(claim.id)) for claim in claims]
+    if published is None:
+        return found
+    return [one if one.claim.id in asked else _else_published(one, published) for one in found]
+
+
 def _gather(claim: Claim, runs: Path, profile: ProfileName | None) -> Reported:
     for candidate in [profile] if profile else LARGEST_FIRST:
         cells = cells_of(runs, claim.id, candidate)
@@ -204,11 +218,24 @@ def _gather(claim: Claim, runs: Path, profile: ProfileName | None) -> Reported:
     return Reported(claim, None, Judgement("not run", "NOT RUN - it was never started"), [], [])
 
 
+def _else_published(reported: Reported, folder: Path) -> Reported:
+    """Returns the published record of a claim that gave no verdict here (smoke runs give none), where there is one."""
+    if reported.judgement.verdict != "not run" or (found := read_published(folder, reported.claim)) is None:
+        return reported
+    return Reported(
+        reported.claim, found.profile, found.judgement, found.results, found.run_ids, found.figure, published=found
+    )
+
+
 def _with_figure(reported: Reported, folder: Path) -> Reported:
     path = folder / f"{reported.claim.id}.png"
-    if not draw(reported.claim, reported.results, path):
-        return reported
-    return Reported(**{**vars(reported), "figure": path})
+    if reported.published is not None:
+        return (
+            reported
+            if reported.figure is None
+            else replace(reported, figure=Path(shutil.copyfile(reported.figure, path)))
+        )
+    return replace(reported, figure=path) if draw(reported.claim, reported.results, path) else reported
 
 
 def _new_folder(reports: Path) -> Path:
@@ -230,28 +257,3 @@ def _point(link: Path, folder: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
     os.replace(fresh, link)
-
-
-def _cell(claim: Claim, result: Result, run_id: str) -> dict[str, Any]:
-    cell: Cell = result.cell
-    told = {key: value for key, value in asdict(cell).items() if key != "settings"}
-    told |= {"run": run_id, "state": result.state.label, "loss_val": result.state.loss, "gap": result.state.gap}
-    for quantity in claim.quantities:
-        if result.record is not None and quantity in result.record.series:
-            series = result.record.series[quantity]
-            told[quantity] = dict(zip(map(str, series.steps), series.values, strict=True))
-    for number, when in dict.fromkeys((e.number, e.when) for e in claim.expect if isinstance(e, Value)):
-        if (value := result.number(number, when)) is not None:
-            told[number if when == "last" else f"{number} {when}"] = value
-    for profile in claim.profiles_judged:
-        if (array := result.layers(profile)) is not None:
-            told[profile] = [float(f"{value:.4g}") for value in array]
-    return _finite(told)  # type: ignore[no-any-return]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value - value != 0 else value

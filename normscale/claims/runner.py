@@ -18,7 +18,7 @@ from types import FrameType
 
 from normscale.claims.claim import Cell, Claim, ProfileName, work_config
 from normscale.claims.cost import Cost, Device, fitted, from_finished, hours
-from normscale.claims.discover import list_claims, select
+from normscale.claims.discover import experiments_folder, list_claims, select
 from normscale.claims.manifest import cells_of, outcomes_of, write_manifest
 from normscale.claims.parts import Part, leased, refuse_while_leased
 from normscale.claims.plans import Plan, Work, jobs_of, plan_of, runs_of, take_out_late, within
@@ -97,7 +97,8 @@ def run_claims(
     with _devices(profile), _sigterm():
         with _Sink(runs, uri) as sink:
             plans, jobs = _train(configs, profile, runs, workers, hours=hours)
-            written = write_report(runs, listed, {claim.id: profile for claim in claims}, reports)
+            shown = {claim.id: profile for claim in claims}
+            written = write_report(runs, listed, shown, reports, published=experiments_folder() / "results")
             for plan in plans:
                 _note(plan, profile, runs, written)
         lost = [job for job in jobs if job.outcome != "done" and not (hours and job.outcome is None)]

@@ -3,8 +3,9 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
-from normscale.commands.common import check_folder, uri_option
+from normscale.commands.common import DEFAULT_RUNS, check_folder, uri_option
 from normscale.errors import BadInput
 
 
@@ -64,10 +65,11 @@ def run(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Writes the report from stored records."""
+    from normscale.claims.discover import experiments_folder
     from normscale.claims.report import publish, write_report
 
-    check_folder(options.runs, "--runs", made=False)
-    written = write_report(options.runs)
+    check_folder(options.runs, "--runs", made=options.runs == Path(DEFAULT_RUNS))  # a fresh checkout has none yet
+    written = write_report(options.runs, published=experiments_folder() / "results")
     print(written)
     for path in publish(written) if options.publish else []:
         print(f"published {path}")

@@ -1,0 +1,143 @@
+"""The compact record of a claim that is published with the code: written from its runs, and read again.
+
+A checkout carries the records that its table of verdicts rests on (`experiments/results/<id>.json`), without the runs
+themselves. A report shows them where a claim was not run here.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from normscale.claims.claim import Cell, Claim, ProfileName
+from normscale.claims.expect import Value
+from normscale.claims.results import Measured, Part, Result
+from normscale.claims.state import State
+from normscale.claims.verdict import Judgement
+from normscale.errors import StoreError
+
+if TYPE_CHECKING:
+    from normscale.claims.report import Reported
+
+
+NO_RECORD = State("missing", "no record")
+
+
+@dataclass(frozen=True)
+class KeptResult(Result):
+    """A cell of a published record: what became of its run is told, the run itself is not there."""
+
+    told: State = NO_RECORD
+    seconds_a_step: float | None = None
+
+    @property
+    def state(self) -> State:
+        return self.told
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published record: the verdict as it was given then, its cells, when and where it was run."""
+
+    profile: ProfileName
+    judgement: Judgement
+    results: list[Result]
+    run_ids: list[str]
+    date: str
+    environment: list[dict[str, Any]]
+    done: int
+    figure: Path | None
+
+
+def compact(reported: "Reported") -> dict[str, Any]:
+    """Returns what is published of a claim that was run: verdict, numbers, every cell, the kind of machine."""
+    return reported.numbers() | {
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": [_public(environment) for environment in reported.environments()],
+        "cells": [
+            _cell(reported.claim, result, run) for result, run in zip(reported.results, reported.run_ids, strict=True)
+        ],
+    }
+
+
+def read_published(folder: Path, claim: Claim) -> Published | None:
+    """Returns the published record of a claim, None where there is none.
+
+    Raises:
+        StoreError: the file is no such record.
+    """
+    path = folder / f"{claim.id}.json"
+    if not path.exists():
+        return None
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        measured = tuple(
+            Measured(*(row[key] for key in ("name", "label", "value", "lo", "hi", "unit"))) for row in told["measured"]
+        )
+        parts, control = (tuple(Part(**part) for part in told[key]) for key in ("parts", "control"))
+        figure = path.with_suffix(".png")
+        return Published(
+            profile=told["profile"],
+            judgement=Judgement(told["verdict"], told["headline"], measured, parts, control),
+            results=[_kept(cell) for cell in told["cells"]],
+            run_ids=[cell["run"] for cell in told["cells"]],
+            date=told["date"],
+            environment=told["environment"],
+            done=told["runs"]["done"],
+            figure=figure if figure.exists() else None,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{path}: it is no published record ({type(error).__name__}: {error}); restore it (git checkout), or "
+            "publish it again (normscale claim report --publish)"
+        ) from None
+
+
+def seconds_a_step(result: Result) -> float | None:
+    """Returns the wall time of a training step, None where the record has none."""
+    if isinstance(result, KeptResult):
+        return result.seconds_a_step
+    if result.record is None or not result.record.finished:
+        return None
+    seconds, steps = (result.record.summary.get(key) for key in ("train_seconds", "steps"))
+    return float(seconds) / int(steps) if seconds and steps else None
+
+
+def _kept(cell: Mapping[str, Any]) -> KeptResult:
+    state = State(cell["state"], "", cell["loss_val"], cell["gap"])
+    place = Cell(*(cell[key] for key in ("arm", "depth", "seed", "lr", "role")))
+    return KeptResult(place, None, state, cell.get("seconds_a_step"))
+
+
+def _public(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a published record says of a machine: what it is, not which."""
+    return {key: value for key, value in environment.items() if key not in ("host", "platform")}
+
+
+def _cell(claim: Claim, result: Result, run_id: str) -> dict[str, Any]:
+    cell: Cell = result.cell
+    told = {key: value for key, value in asdict(cell).items() if key != "settings"}
+    told |= {"run": run_id, "state": result.state.label, "loss_val": result.state.loss, "gap": result.state.gap}
+    if (seconds := seconds_a_step(result)) is not None:
+        told["seconds_a_step"] = float(f"{seconds:.4g}")
+    for quantity in claim.quantities:
+        if result.record is not None and quantity in result.record.series:
+            series = result.record.series[quantity]
+            told[quantity] = dict(zip(map(str, series.steps), series.values, strict=True))
+    for number, when in dict.fromkeys((e.number, e.when) for e in claim.expect if isinstance(e, Value)):
+        if (value := result.number(number, when)) is not None:
+            told[number if when == "last" else f"{number} {when}"] = value
+    for profile in claim.profiles_judged:
+        if (array := result.layers(profile)) is not None:
+            told[profile] = [float(f"{value:.4g}") for value in array]
+    return cast(dict[str, Any], _finite(told))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and value - value != 0 else value
