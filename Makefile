@@ -159,6 +159,10 @@ claims-list: $(STAMP) ## lists the claims
 report: $(STAMP) ## writes the report from the stored records (ARGS=)
 	@$(PY) -m normscale claim report $(value ARGS)
 
+.PHONY: schemes
+schemes: $(STAMP) ## writes a page about every scheme: formula, signal, gradient, update, records of claims (ARGS=)
+	@$(PY) -m normscale claim schemes $(value ARGS)
+
 .PHONY: ui
 ui: $(STAMP) ## serves the MLflow UI on this machine and prints its address (PORT=5000)
 	@$(PY) -m normscale ui --port $(call quoted,PORT) $(value ARGS)

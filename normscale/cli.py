@@ -21,7 +21,7 @@ EPILOG = (
 )
 CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
 COMMANDS = ("train", "check", "plan", "show", "diff", "removal", "translate", "fold", "claim", "sync", "ui", "server")
-CLAIM_COMMANDS = ("list", "run", "report")
+CLAIM_COMMANDS = ("list", "run", "report", "schemes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,6 +150,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--publish", action="store_true", help="also write compact records to experiments/results")
     _store(report)
     report.set_defaults(call=claim_commands.report)
+    schemes = claims.add_parser("schemes", help="write a page about every scheme", allow_abbrev=False)
+    schemes.add_argument("words", nargs="*", metavar="SCHEME", help="some of them (default: all)")
+    _runs(schemes)
+    schemes.set_defaults(call=claim_commands.schemes)
 
     sync = commands.add_parser("sync", help="replay the stored records into MLflow", allow_abbrev=False)
     some = "runs, as for show, or folders of runs; without any, all of --runs"

@@ -75,6 +75,7 @@ PROBED = ["tracking.uri=null", "probes.update.steps=[1]"]
         (["sync", "--runs", "nowhere"], "--runs: nowhere is not a folder of runs"),
         (["sync", "--runs", QUICK], "is not a folder of runs"),
         (["claim", "report", "--runs", QUICK], "is not a folder of runs"),
+        (["claim", "schemes", "pots", "--runs", "some"], "'pots' is not a scheme; did you mean 'post'?"),
         (["sync", "--runs", LONG], "File name too long"),
         (["claim", "run", "core", "--runs", LONG], "File name too long"),
         (["train", f"{LONG}=1"], "no configuration"),

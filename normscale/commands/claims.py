@@ -1,4 +1,4 @@
-"""`normscale claim`: list, run and report claims."""
+"""`normscale claim`: list, run and report claims; what they and fresh models say of each scheme."""
 
 import argparse
 import os
@@ -73,4 +73,13 @@ def report(options: argparse.Namespace) -> int:
     print(written)
     for path in publish(written) if options.publish else []:
         print(f"published {path}")
+    return 0
+
+
+def schemes(options: argparse.Namespace) -> int:
+    """Writes the page about schemes, and measures first what is not measured yet."""
+    from normscale.claims.schemes.write import write_schemes
+
+    check_folder(options.runs, "--runs", made=True)
+    print(f"schemes  {write_schemes(options.runs, options.words)}")
     return 0

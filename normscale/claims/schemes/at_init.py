@@ -1,0 +1,178 @@
+"""What a scheme does at initialisation, from training runs of one step: signal, gradient, update, size, by depth.
+
+They are runs as any other (a worker process, one thread, a record, a name that holds the hash of the sources), so
+that a scheme is measured as it is trained, calibration and projection included, and only once. They lie in a folder
+of their own, where nothing sends them to MLflow.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from normscale.claims.fit import Line, power_law
+from normscale.claims.manifest import record_of
+from normscale.claims.protocol import MODEL, UPDATE
+from normscale.claims.workers import Job, Pool, cores
+from normscale.config.load import revise
+from normscale.config.schema import RunConfig
+from normscale.errors import ConfigError
+from normscale.schemes import find_scheme
+from normscale.schemes.scheme import Topology
+from normscale.tracking.reader import RunRecord
+
+DEPTHS = (6, 24, 96)
+BATCH = 2  # sequences
+WIDTH, CONTEXT = MODEL["model.d"], MODEL["model.context"]
+Optimizer = Literal["sgd", "adamw"]
+OPTIMIZERS: Mapping[Optimizer, str] = {"sgd": "SGD", "adamw": "Adam"}
+
+RATES: Mapping[Optimizer, float] = {"sgd": 1e-5, "adamw": 1e-6}
+"""Small enough for an update in proportion to them (within 4 % at 96 blocks of Post-Norm, the steepest), and large
+enough for one above the rounding of fp32 (at a tenth of them DeepNorm's under SGD is off by 10 to 16 %). Empirical."""
+
+SIDES: Mapping[Topology, tuple[str, ...]] = {
+    "decoder": ("model.M",),
+    "encoder": ("model.N",),
+    "encoder-decoder": ("model.N", "model.M"),
+}
+
+Take = Callable[[Mapping[str, RunConfig]], Mapping[str, str]]
+"""Brings the runs {id: configuration} to their ends; returns {id: what went wrong} for those that have none."""
+
+
+@dataclass(frozen=True)
+class AtInit:
+    """One scheme at one depth. `update` is that of one step over its learning rate, by optimizer.
+
+    Shape: stream_rms, gradient [sites].
+    """
+
+    blocks: int
+    parameters: int
+    stream_rms: NDArray[np.float64]
+    gradient: NDArray[np.float64]
+    update: Mapping[Optimizer, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a scheme, by depth; `failed` says why a depth is not there."""
+
+    scheme: str
+    topology: Topology
+    at: tuple[AtInit, ...]
+    failed: tuple[str, ...] = ()
+
+    def update_slope(self, optimizer: Optimizer) -> Line | None:
+        """Returns the log-log slope of the update over depth; None where it was not measured at two depths."""
+        points = [(float(one.blocks), one.update[optimizer]) for one in self.at if optimizer in one.update]
+        return power_law([depth for depth, _ in points], [update for _, update in points])
+
+
+def topology_of(scheme: str) -> Topology:
+    """Returns the topology a scheme is measured in: a decoder alone, where it has one."""
+    has = find_scheme(scheme).topologies
+    return next(topology for topology in SIDES if topology in has)
+
+
+def config_of(scheme: str, blocks: int, optimizer: Optimizer, runs: Path) -> RunConfig:
+    """Returns the run of one step that measures a scheme; `blocks` are all of a model's, of both sides together."""
+    sides = SIDES[topology_of(scheme)]
+    return revise(
+        RunConfig(),
+        {
+            **UPDATE,
+            **{side: blocks // len(sides) for side in ("model.N", "model.M") if side in sides},
+            **{side: 0 for side in ("model.N", "model.M") if side not in sides},
+            "name": f"{scheme}, {blocks} blocks, {OPTIMIZERS[optimizer]}",
+            "model.scheme": scheme,
+            "train.steps": 1,
+            "train.batch": BATCH,
+            "train.optim.name": optimizer,
+            "train.optim.lr": RATES[optimizer],
+            "probes.every": 1,
+            "probes.profiles": True,
+            "probes.update.steps": (1,),
+            "probes.update.sequences": BATCH,
+            "tracking.runs": str(runs),
+            "tracking.uri": None,
+        },
+    )
+
+
+def measure(
+    schemes: Sequence[str], runs: Path, depths: Sequence[int] = DEPTHS, take: Take | None = None
+) -> list[Measured]:
+    """Returns what there is to measure of the schemes, from records where these have it, else from runs made now.
+
+    A scheme that cannot be built at a depth has no measurement there, and the reason.
+    """
+    import torch
+
+    from normscale.train.identity import run_id_of
+
+    torch.set_num_threads(1)  # as the workers do: it is part of what a run is
+    ids: dict[str, str] = {}
+    configs: dict[tuple[str, int, Optimizer], RunConfig] = {}
+    failed: dict[str, list[str]] = {scheme: [] for scheme in schemes}
+    for scheme in schemes:
+        for blocks in depths:
+            try:
+                for optimizer in OPTIMIZERS:
+                    config = config_of(scheme, blocks, optimizer, runs)
+                    ids[config.name], configs[scheme, blocks, optimizer] = run_id_of(config), config
+            except ConfigError as error:
+                failed[scheme].append(f"{blocks} blocks: {error}")
+    missing = {ids[config.name]: config for config in configs.values() if not _finished(runs, ids[config.name])}
+    lost = (take or in_workers)(missing) if missing else {}
+    found = []
+    for scheme in schemes:
+        at = []
+        for blocks in depths:
+            own = {o: configs[scheme, blocks, o] for o in OPTIMIZERS if (scheme, blocks, o) in configs}
+            failed[scheme] += [
+                f"{config.name}: {lost[run]}" for config in own.values() if (run := ids[config.name]) in lost
+            ]
+            records = {o: record_of(runs, ids[config.name]) for o, config in own.items()}
+            if (one := _at_init(blocks, records)) is not None:
+                at.append(one)
+        found.append(Measured(scheme, topology_of(scheme), tuple(at), tuple(failed[scheme])))
+    return found
+
+
+def in_workers(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
+    """Makes the runs in worker processes, one a core; as `Take`."""
+    jobs = [Job(run_id, config.name, config, config.model.N + config.model.M) for run_id, config in configs.items()]
+    said = [0]
+
+    def tell(job: Job | None) -> None:
+        if job is not None:
+            said[0] += 1
+            print(f"measured at initialisation: {said[0]} of {len(jobs)} ({job.name})", flush=True)
+
+    with Pool(min(cores(), len(jobs))) as pool:
+        pool.run(jobs, tell)
+    return {job.run_id: job.note for job in jobs if job.outcome != "done"}
+
+
+def _finished(runs: Path, run_id: str) -> bool:
+    record = record_of(runs, run_id)
+    return record is not None and record.finished
+
+
+def _at_init(blocks: int, records: Mapping[Optimizer, RunRecord | None]) -> AtInit | None:
+    """Returns what the records of a depth hold, None where there are none; a step that broke off has no update."""
+    have = {optimizer: record for optimizer, record in records.items() if record is not None and record.finished}
+    if not have:
+        return None
+    first = next(iter(have.values()))
+    profiles = [first.profiles[name].data[0].astype(np.float64) for name in ("stream_rms", "grad_norm")]
+    updates: dict[Optimizer, float] = {}
+    for optimizer, record in have.items():
+        if "update" in record.series and record.series["update"].values:
+            updates[optimizer] = record.series["update"].values[-1] / RATES[optimizer]
+    return AtInit(blocks, int(first.start["model"]["params"]), profiles[0], profiles[1], updates)

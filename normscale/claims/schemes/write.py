@@ -1,0 +1,51 @@
+"""Measures what is missing and writes the page about schemes."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from normscale.claims.discover import experiments_folder, list_claims
+from normscale.claims.report import gather, writable
+from normscale.claims.schemes import at_init
+from normscale.claims.schemes.page import page
+from normscale.claims.schemes.records import runs_of
+from normscale.claims.schemes.size import Size, size_of
+from normscale.errors import StoreError
+from normscale.schemes import find_scheme, scheme_names
+from normscale.tracking.files import write_whole
+
+FOLDER = "schemes"  # in the folder of runs: what was measured at initialisation
+
+
+def write_schemes(
+    runs: Path,
+    names: Sequence[str] = (),
+    reports: Path = Path("reports"),
+    depths: Sequence[int] = at_init.DEPTHS,
+    take: at_init.Take | None = None,
+) -> Path:
+    """Writes reports/schemes.html about these schemes (none named: all) and returns its path.
+
+    Raises:
+        ConfigError: there is no such scheme.
+        StoreError: a folder cannot be written, or a record cannot be read.
+    """
+    schemes = list(dict.fromkeys(names)) or scheme_names()
+    for name in schemes:
+        find_scheme(name)
+    runs, reports = runs.absolute(), reports.absolute()
+    writable(reports)
+    reported = gather(runs, list_claims(), published=experiments_folder() / "results")
+    measured = at_init.measure(schemes, runs / FOLDER, depths, take)
+    sizes: dict[str, Size] = {}
+    for one in measured:
+        if one.at:
+            blocks = one.at[len(one.at) // 2].blocks
+            sizes[one.scheme] = size_of(at_init.config_of(one.scheme, blocks, "sgd", runs).model)
+    text = page(measured, sizes, reported, runs_of(reported), time.strftime("%Y-%m-%d %H:%M %Z"))
+    path = reports / "schemes.html"
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written ({error.strerror}); make room") from None
+    return path

@@ -1,0 +1,81 @@
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from normscale.claims.schemes import at_init
+from normscale.config.schema import RunConfig
+from normscale.errors import ConfigError
+from normscale.train.run import run
+
+DEPTHS = (2, 4)
+
+
+def here(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
+    """Makes the runs in this process; as `Take`."""
+    for config in configs.values():
+        run(config)
+    return {}
+
+
+def never(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
+    raise AssertionError(f"measured again: {[config.name for config in configs.values()]}")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[at_init.Measured]]:
+    runs = tmp_path_factory.mktemp("runs")
+    return runs, at_init.measure(["post", "pre"], runs, DEPTHS, here)
+
+
+def test_signal_gradient_and_update_are_those_of_theory(measured: tuple[Path, list[at_init.Measured]]) -> None:
+    post, pre = measured[1]
+    assert [at.blocks for at in post.at] == list(DEPTHS)
+    assert not post.failed
+    for shallow, deep in (post.at, pre.at):
+        assert len(deep.stream_rms) == len(deep.gradient) == 2 * len(shallow.stream_rms) == 8
+        assert deep.parameters > shallow.parameters
+    np.testing.assert_allclose(post.at[1].stream_rms, 1, rtol=1e-3)  # normed after every sum
+    assert pre.at[1].stream_rms[-1] > 1.5 > pre.at[1].stream_rms[0]  # each branch adds its variance
+    assert pre.at[1].gradient[0] > pre.at[1].gradient[-1]
+    for optimizer in at_init.OPTIMIZERS:
+        update = {one.scheme: one.at[1].update[optimizer] for one in measured[1]}
+        assert update["post"] > update["pre"] > 10  # over the learning rate, which is a tiny one
+        slope = post.update_slope(optimizer)
+        assert slope is not None
+        assert slope.slope.value == pytest.approx(np.log2(update["post"] / post.at[0].update[optimizer]))
+
+
+def test_what_was_measured_is_not_measured_again(measured: tuple[Path, list[at_init.Measured]]) -> None:
+    runs, before = measured
+    again = at_init.measure(["pre"], runs, DEPTHS, never)
+    np.testing.assert_array_equal(again[0].at[1].gradient, before[1].at[1].gradient)
+    assert len([path for path in runs.iterdir() if path.is_dir()]) == 8  # schemes, depths, optimizers
+
+
+def test_a_scheme_that_cannot_be_measured_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
+        return {run: "its worker died" for run, config in configs.items() if config.train.optim.name == "sgd"}
+
+    (found,) = at_init.measure(["pre"], tmp_path, (2,), dies)
+    assert found.at == ()
+    assert found.failed == ("pre, 2 blocks, SGD: its worker died",)
+    assert found.update_slope("sgd") is None
+
+    def refuse(*_: object) -> RunConfig:
+        raise ConfigError("model.M: too few blocks", key="model.M")
+
+    monkeypatch.setattr(at_init, "config_of", refuse)
+    (found,) = at_init.measure(["pre"], tmp_path, (2,), never)
+    assert found.failed == ("2 blocks: model.M: too few blocks",)
+
+
+def test_a_scheme_is_measured_as_a_decoder_where_it_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = at_init.config_of("pre", 6, "sgd", tmp_path)
+    assert (config.model.N, config.model.M) == (0, 6)
+    for has, blocks in (({"encoder"}, [6, 0]), ({"encoder-decoder"}, [3, 3]), ({"encoder", "decoder"}, [0, 6])):
+        monkeypatch.setattr(at_init.find_scheme("pre"), "topologies", frozenset(has))
+        model = at_init.config_of("pre", 6, "sgd", tmp_path).model
+        encoder, decoder = model.N, model.M
+        assert [encoder, decoder] == blocks

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from normscale.claims.claim import Profile
+from normscale.claims.expect import Trains
+from normscale.claims.schemes import write
+from normscale.claims.schemes.size import Size, size_of
+from normscale.claims.schemes.write import write_schemes
+from normscale.config.load import revise
+from normscale.config.schema import RunConfig
+from normscale.errors import ConfigError
+from tests.claims.schemes.test_at_init import here
+from tests.claims.test_report import Tags, store
+from tests.claims.test_verdict import as_expected, depth_claim
+
+
+def test_the_page_is_one_file_with_what_is_known_and_says_what_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = depth_claim(
+        control=(),
+        expect=(Trains("deepnorm", at=(24,)),),
+        profiles={"cpu": Profile({"post": {24: 2}, "deepnorm": {2: 1}})},
+    )
+    store(tmp_path / "runs", claim, as_expected)
+    monkeypatch.setattr(write, "list_claims", lambda: [claim])
+    monkeypatch.setattr(write, "experiments_folder", lambda: tmp_path)
+    path = write_schemes(tmp_path / "runs", ["post", "peri"], tmp_path / "reports", depths=(2, 4), take=here)
+    assert path == tmp_path / "reports" / "schemes.html"
+    page = Tags(path.read_text())
+    assert page.open == []
+    assert "script" not in {tag for tag, _ in page.tags}
+    links = [value for _, attrs in page.tags for key, value in attrs.items() if key in ("src", "href")]
+    assert set(links) == {"#post", "#peri"}
+    assert {attrs.get("id") for tag, attrs in page.tags if tag == "h2"} >= {"post", "peri"}
+    for wanted in (
+        "x' = Norm(alpha * x + F(x)), with alpha = 1.",  # the scheme's own words
+        "Kim et al. 2025, arXiv:2502.02732",
+        "decoder, lm, fp32",
+        "\N{BALLOT X} -0.19",  # a gap of 0.01 beside 0.2
+        "0 of 2",
+        "Without a record here: peri.",
+        "No record at all in bf16, fp16, fp8_e4m3 and fp8_e5m2",
+        "an empty cell has no record",
+        "whether it trains: no record",
+        "largest tolerable learning rate: not measured here",
+        "time of a step: not measured here",
+        "norms: 4 a block, 1 at the ends",
+        "norms: 2 a block",
+        "gradient of each sublayer",
+    ):
+        assert wanted in page.text, wanted
+    assert "2 blocks" in page.text  # of the curves
+    assert "deepnorm" not in page.text  # not asked for, though it has a record
+    assert not list((tmp_path / "runs").glob("p*-L*"))  # measurements lie in a folder of their own
+
+
+def test_an_unknown_scheme_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'post'"):
+        write_schemes(tmp_path / "runs", ["pos"], tmp_path / "reports")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_are_counted_in_the_model() -> None:
+    def of(scheme: str) -> Size:
+        return size_of(revise(RunConfig(), {"model.scheme": scheme, "model.M": 4}).model)
+
+    pre, peri, deepnorm = of("pre"), of("peri"), of("deepnorm")
+    assert (pre.norms_in_blocks, pre.norms_at_ends, pre.own_parameters) == (8, 1, 8 * 2 * 64)
+    assert peri.own_parameters == 2 * pre.own_parameters
+    assert peri.parameters - pre.parameters == pre.own_parameters
+    assert deepnorm.alphas == (pytest.approx(8 ** (1 / 4)),) * 2
