@@ -1,8 +1,8 @@
 """The kinds of expectation a claim can have, as data; `judges` has one judging function for each.
 
 Two kinds ask whether models train. Four look at a number that runs record, over depth. Two look at an array over the
-layers of one model. `Value` looks at any number of a run, a training or a measurement, and `Sensitive` at the runs of
-one model over learning rates.
+layers of one model. `Value` looks at any number of a run, a training or a measurement, `Sensitive` and `Shifts` at the
+runs of one model over learning rates.
 """
 
 from dataclasses import dataclass
@@ -143,7 +143,20 @@ class Sensitive:
     than_at: int
 
 
+@dataclass(frozen=True)
+class Shifts:
+    """The best learning rate of an arm is over `by` times another's, or as far below it, from the runs of the sweep.
+
+    The best is that of the lowest held-out loss at the end; it is compared seed by seed, as a geometric mean.
+    """
+
+    arm: str
+    at: int
+    than: str
+    by: float
+
+
 Training = Trains | Dies
 Numeric = Slope | SlopeWithin | Steeper | Larger
 Layered = Thirds | Along
-Expectation = Training | Numeric | Layered | Value | Sensitive
+Expectation = Training | Numeric | Layered | Value | Sensitive | Shifts

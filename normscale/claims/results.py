@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normscale.claims.claim import Cell, Role, Verdict
+from normscale.claims.derived import DERIVED
 from normscale.claims.expect import When
 from normscale.claims.fit import Estimate
 from normscale.claims.state import State, state_of
@@ -54,11 +55,14 @@ class Result:
     def number(self, name: str, when: When = "last") -> float | None:
         """Returns a number of a finished run: one of a measurement, a recorded scalar, or one of the run's summary.
 
+        Or one that follows from its records (`DERIVED`), as far as they go where it broke off.
         None where the run has none; NaN where a training broke off, whose last record is not that of its end.
         """
         if self.record is None or not self.record.finished:
             return None
         series = self.record.series.get(USER + name) or self.record.series.get(name)
+        if series is None and name in DERIVED:
+            return DERIVED[name](self.record)
         if self.broke_off and (series is None or when != "first"):
             return math.nan
         if series is None or not series.values:

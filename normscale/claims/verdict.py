@@ -18,6 +18,7 @@ from normscale.claims.expect import (
     Expectation,
     Larger,
     Sensitive,
+    Shifts,
     Slope,
     SlopeWithin,
     Steeper,
@@ -39,6 +40,7 @@ JUDGES: dict[type, tuple[Callable[..., Part], Callable[..., str]]] = {
     Along: (layers.judge_along, layers.describe),
     Value: (values.judge_value, values.describe),
     Sensitive: (sweeps.judge_sensitive, sweeps.describe),
+    Shifts: (sweeps.judge_shifts, sweeps.describe_shifts),
 }
 """What judges a kind of expectation, and what says it in a sentence."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from normscale.claims.claim import Cell, Claim, ProfileName
+from normscale.claims.derived import DERIVED
 from normscale.claims.expect import Value
 from normscale.claims.results import Result
 from normscale.tracking.reader import Profile, RunRecord, Series
@@ -67,7 +68,8 @@ def write(runs: Path, run_id: str, made: RunRecord, config: dict[str, Any]) -> N
         environment = {"host": "host", "cpu": "a cpu", "torch": "2.13.0", "python": "3.12.3", "normscale": "0.1.0"}
         start = made.start | {"run_id": run_id, "config": config, "environment": environment}
         spool.start(**start)
-        for key, values in made.series.items():
+        for name, values in made.series.items():
+            key = USER + name if name in DERIVED else name  # which no run records itself
             for step, value in zip(values.steps, values.values, strict=True):
                 spool.metrics(step, step, {key: value})
         for name, profile in made.profiles.items():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from normscale.claims.claim import Cell, Claim, Profile
-from normscale.claims.expect import Sensitive
+from normscale.claims.expect import Sensitive, Shifts
 from normscale.claims.figures.drawing import draw
 from normscale.claims.judges.sweeps import kept_loss, sensitivities
 from normscale.claims.results import Result
@@ -87,3 +87,46 @@ def test_equal_sensitivities_are_not_more_and_the_report_has_them_all() -> None:
 def test_it_is_drawn(tmp_path: Path) -> None:
     assert draw(CLAIM, made(FLAT, FLAT), tmp_path / "sweep.png")
     assert not draw(CLAIM, [], tmp_path / "nothing.png")
+
+
+SHIFTS = Claim(
+    **{
+        **vars(CLAIM),
+        "arms": {"low": {}, "high": {}},
+        "labels": {"low": "low gain", "high": "high gain"},
+        "profiles": {"cpu": Profile({}, sweep={"low": {6: 2}, "high": {6: 2}}, floor={"low": {6: 2}})},
+        "expect": (Shifts("low", 6, than="high", by=3.0),),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        ((1e-1, 1e-1), (1e-2, 1e-2), "supported"),
+        ((1e-3, 1e-3), (1e-2, 1e-2), "supported"),  # in either direction
+        ((1e-2, 1e-2), (1e-2, 1e-2), "refuted"),
+        ((1e-1, 1e-2), (1e-2, 1e-2), "inconclusive"),  # the seeds do not agree
+    ],
+)
+def test_a_shift_is_judged_by_the_best_rates_of_each_seed(
+    low: tuple[float, ...], high: tuple[float, ...], verdict: str
+) -> None:
+    def make(cell: Cell) -> Any:
+        best = (low if cell.arm == "low" else high)[cell.seed]
+        return record(1.0 if cell.lr == best else 0.5)
+
+    found = judge(SHIFTS, "cpu", results(SHIFTS, "cpu", make))
+    assert found.verdict == verdict, found.headline
+    assert {item.name for item in found.measured} >= {"low L6 best rate", "high L6 best rate"}
+
+
+def test_a_shift_at_the_boundary_is_none_and_a_missing_run_leaves_it_open() -> None:
+    bar = Claim(**{**vars(SHIFTS), "expect": (Shifts("low", 6, than="high", by=10.0),)})
+
+    def make(cell: Cell) -> Any:
+        return record(1.0 if cell.lr == (1e-1 if cell.arm == "low" else 1e-2) else 0.5)
+
+    assert judge(bar, "cpu", results(bar, "cpu", make)).verdict == "refuted"
+    lost = [Result(r.cell, None if r.cell.seed else r.record) for r in results(bar, "cpu", make)]
+    assert judge(bar, "cpu", lost).verdict == "inconclusive"

@@ -1,11 +1,11 @@
-"""The sensitivity of a model to its learning rate: the judge of `Sensitive`."""
+"""The sensitivity of a model to its learning rate, and its best one: the judges of `Sensitive` and `Shifts`."""
 
 import math
 from collections.abc import Sequence
 
 from normscale.claims.claim import Claim, Verdict
-from normscale.claims.expect import Sensitive
-from normscale.claims.fit import mean
+from normscale.claims.expect import Sensitive, Shifts
+from normscale.claims.fit import mean, ratio
 from normscale.claims.results import Measured, Part, Result, spread
 from normscale.tracking.record import ROUNDING
 
@@ -41,8 +41,40 @@ def judge_sensitive(claim: Claim, expectation: Sensitive, results: Sequence[Resu
     )
 
 
+def describe_shifts(claim: Claim, expectation: Shifts) -> str:
+    """Returns the expectation as a sentence."""
+    one, other = (_named(claim, arm, expectation.at) for arm in (expectation.arm, expectation.than))
+    return f"the best learning rate of {one} differs from that of {other} by over {expectation.by:g} times"
+
+
+def judge_shifts(claim: Claim, expectation: Shifts, results: Sequence[Result]) -> Part:
+    says = describe_shifts(claim, expectation)
+    topic = f"ratio of the best learning rates (over {expectation.by:g} or under {1 / expectation.by:.3g} expected)"
+    own, other = (best_rates(claim, arm, expectation.at, results) for arm in (expectation.arm, expectation.than))
+    pairs = [(own.get(seed), other.get(seed)) for seed in sorted(own.keys() | other.keys())]
+    known = [one / two for one, two in pairs if one is not None and two is not None]
+    estimate = ratio([expectation.at] * len(known), known)
+    if estimate is None:
+        return Part(says, "not run", "no sweep is complete", "no sweep of this profile is complete")
+    brief = f"{claim.labels[expectation.arm]} over {claim.labels[expectation.than]} {estimate.value:.3g}"
+    detail = f"{estimate.value:.3g} ({spread(estimate) or 'one pair'}), {len(known)} of {len(pairs)} pairs of sweeps"
+    if len(known) < len(pairs):
+        return Part(says, "inconclusive", brief, f"{detail}: a missing run is no measurement", topic)
+    if estimate.lo is None or estimate.hi is None:
+        return Part(says, "inconclusive", f"{brief} (one seed has no interval)", detail, topic)
+    bar, lo, hi = math.log(expectation.by), math.log(estimate.lo), math.log(estimate.hi)
+    if lo > bar + ROUNDING or hi < -bar - ROUNDING:
+        return Part(says, "supported", brief, detail, topic)
+    inside = -bar - ROUNDING <= lo and hi <= bar + ROUNDING
+    return Part(says, "refuted" if inside else "inconclusive", f"{brief} ({spread(estimate)})", detail, topic)
+
+
 def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
-    """Returns the sensitivity of every arm and depth that was swept, as a mean over seeds."""
+    """Returns, of every arm and depth that was swept, the sensitivity and, where it is asked for, the best rate.
+
+    As means over seeds.
+    """
+    asked = any(isinstance(expectation, Shifts) for expectation in claim.expect)
     swept = dict.fromkeys((r.cell.arm, r.cell.depth) for r in results if r.cell.role == "sweep")
     numbers = []
     for arm, depth in swept:
@@ -50,6 +82,10 @@ def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
         if known:
             said = f"{_named(claim, arm, depth)}: sensitivity to the learning rate"
             numbers.append(Measured.of(f"{arm} L{depth} sensitivity", said, mean(known), "nats"))
+        best = [rate for rate in best_rates(claim, arm, depth, results).values() if rate is not None]
+        if asked and (estimate := ratio([depth] * len(best), best)) is not None:
+            said = f"{_named(claim, arm, depth)}: best learning rate"
+            numbers.append(Measured.of(f"{arm} L{depth} best rate", said, estimate, ""))
     return numbers
 
 
@@ -63,12 +99,27 @@ def differences(claim: Claim, expectation: Sensitive, results: Sequence[Result])
 
 def sensitivities(claim: Claim, arm: str, depth: int, results: Sequence[Result]) -> dict[int, float | None]:
     """Returns {seed: sensitivity} of one arm at one depth, None where a run of the sweep is missing."""
-    by_seed: dict[int, list[float | None]] = {}
+    swept = _swept(arm, depth, results)
+    return {seed: _sensitivity(list(losses.values()), len(claim.rates)) for seed, losses in swept.items()}
+
+
+def best_rates(claim: Claim, arm: str, depth: int, results: Sequence[Result]) -> dict[int, float | None]:
+    """Returns {seed: the rate of the lowest loss}, None where a run of the sweep is missing."""
+    best: dict[int, float | None] = {}
+    for seed, losses in _swept(arm, depth, results).items():
+        known = {rate: loss for rate, loss in losses.items() if loss is not None}
+        best[seed] = min(known, key=known.__getitem__) if len(known) == len(claim.rates) else None
+    return best
+
+
+def _swept(arm: str, depth: int, results: Sequence[Result]) -> dict[int, dict[float, float | None]]:
+    """Returns {seed: {rate: the loss kept, None where the run is missing}}."""
+    by_seed: dict[int, dict[float, float | None]] = {}
     for result in results:
         cell = result.cell
         if (cell.arm, cell.depth, cell.role) == (arm, depth, "sweep"):
-            by_seed.setdefault(cell.seed, []).append(kept_loss(result))
-    return {seed: _sensitivity(losses, len(claim.rates)) for seed, losses in by_seed.items()}
+            by_seed.setdefault(cell.seed, {})[cell.lr] = kept_loss(result)
+    return by_seed
 
 
 def kept_loss(result: Result) -> float | None:
