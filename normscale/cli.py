@@ -134,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("words", nargs="*", metavar="ID", help="claims to run; core stands for every core claim")
     run.add_argument("--core", action="store_true", help="the core claims")
     run.add_argument("--all", action="store_true", help="every claim there is")
-    run.add_argument("--profile", choices=("smoke", "cpu", "gpu"), default="cpu", help="how much (default cpu)")
+    how_much = "how much (default cpu; paper: as published, of the few claims that have it)"
+    run.add_argument("--profile", choices=("smoke", "cpu", "gpu", "paper"), default="cpu", help=how_much)
     run.add_argument("--dry-run", action="store_true", help="list the runs, start none (as DRY_RUN=1)")
     run.add_argument("--workers", type=whole, help="runs at a time (default: one a core)")
     budget = (

@@ -6,7 +6,7 @@ imports no torch, so that claims can be listed and reports written without it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -17,7 +17,7 @@ from normscale.config.schema import RunConfig
 from normscale.errors import BadInput
 from normscale.measures.config import MeasureConfig
 
-ProfileName = Literal["smoke", "cpu", "gpu"]
+ProfileName = Literal["smoke", "cpu", "gpu", "paper"]
 Role = Literal["main", "control", "low-lr", "long", "sweep"]
 Verdict = Literal["supported", "refuted", "inconclusive", "not run"]
 FigureName = Literal["gap", "slopes", "growth", "mixed", "values", "sweep"]
@@ -39,6 +39,9 @@ class Profile:
 
     `floor` is the part of `main` and `sweep` below which the claim is not run at all, however small the budget, since
     it could not be judged; None: all of it. One seed of each low-lr cell that belongs to a cell of the floor is in it.
+
+    `control`, `expect` and `depth_keys` stand in place of the claim's own where a profile has another task or other
+    depths, as the published protocol has; the depth of every arm then goes to `depth_keys`.
     """
 
     main: Grid
@@ -47,6 +50,9 @@ class Profile:
     set: Settings = field(default_factory=dict)
     floor: Grid | None = None
     sweep: Grid = field(default_factory=dict)
+    control: tuple[Trains | Value, ...] = ()
+    expect: tuple[Expectation, ...] = ()
+    depth_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,16 @@ class Claim:
                     measured.add(expectation.arm)
         return arm in trained or (arm not in measured and (bool(trained) or not measured))
 
+    def at(self, profile: ProfileName) -> "Claim":
+        """Returns the claim as a profile asks it, with the profile's own control, expectations and depth."""
+        scale = self.profiles.get(profile, Profile(main={}))
+        changes: dict[str, Any] = {}
+        if scale.expect:
+            changes |= {"expect": scale.expect, "control": scale.control}
+        if scale.depth_keys:
+            changes["depth_keys"] = dict.fromkeys(self.arms, scale.depth_keys)
+        return replace(self, **changes) if changes else self
+
     def cells(self, profile: ProfileName) -> list[Cell]:
         """Returns the runs of a profile.
 
@@ -151,16 +167,16 @@ class Claim:
         """
         if profile not in self.profiles:
             raise BadInput(f"claim {self.id}: it has no profile {profile!r}; it has {', '.join(self.profiles)}")
-        scale = self.profiles[profile]
+        own, scale = self.at(profile), self.profiles[profile]
         grids: tuple[tuple[Role, Grid], ...] = (("main", scale.main), ("low-lr", scale.low_lr), ("long", scale.long))
         cells = []
         for role, grid in grids:
             for arm, depths in grid.items():
                 for depth, seeds in depths.items():
-                    cells += [self._cell(scale, role, arm, depth, seed) for seed in range(seeds)]
+                    cells += [own._cell(scale, role, arm, depth, seed) for seed in range(seeds)]
         for arm, depths in scale.sweep.items():
             swept = [(depth, seed, rate) for depth in depths for seed in range(depths[depth]) for rate in self.rates]
-            cells += [self._cell(scale, "sweep", arm, depth, seed, rate) for depth, seed, rate in swept]
+            cells += [own._cell(scale, "sweep", arm, depth, seed, rate) for depth, seed, rate in swept]
         return cells
 
     def in_floor(self, profile: ProfileName, cell: Cell) -> bool:

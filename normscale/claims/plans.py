@@ -1,5 +1,6 @@
 """What a start of claims has to do: the cells of each claim, their runs, those still to be done, what hours pay for."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from normscale.claims.manifest import record_of
 from normscale.claims.parts import Part
 from normscale.claims.workers import Job
 from normscale.config.schema import RunConfig
+from normscale.errors import DataError
 from normscale.measures.config import MeasureConfig
 
 Work = RunConfig | MeasureConfig
@@ -23,7 +25,7 @@ class Plan:
     claim: Claim
     cells: list[tuple[Cell, str]] = field(default_factory=list)
     configs: dict[str, Work] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()  # what a budget had no room for
+    left_out: tuple[str, ...] = ()  # what a budget had no room for, or what has no data here
 
 
 def plan_of(claim: Claim, configs: list[tuple[Cell, Work]]) -> Plan:
@@ -40,6 +42,24 @@ def plan_of(claim: Claim, configs: list[tuple[Cell, Work]]) -> Plan:
         plan.cells.append((cell, run_id))
         plan.configs[run_id] = config
     return plan
+
+
+def plans_of(configs: Sequence[tuple[Claim, list[tuple[Cell, Work]]]]) -> list[Plan]:
+    """Returns the plan of each claim; one of several whose data is not here is left out, and said to be.
+
+    Raises:
+        DataError: the data of the only claim cannot be read.
+    """
+    plans = []
+    for claim, own in configs:
+        try:
+            plans.append(plan_of(claim, own))
+        except DataError as error:
+            if len(configs) == 1:
+                raise
+            print(f"normscale: {claim.id} is left out: {error}", file=sys.stderr, flush=True)
+            plans.append(Plan(claim, left_out=(f"its data cannot be read: {error}",)))
+    return plans
 
 
 def runs_of(plans: Sequence[Plan], part: Part | None) -> dict[str, Work]:
@@ -82,7 +102,7 @@ def within(
         plan, kept = by_id[share.claim.id], {run for _, run in share.kept}
         ordered = [(cell, run) for cell, run in plan.cells if run in kept]
         configs = {run: config for run, config in plan.configs.items() if run in kept}
-        cut.append(Plan(plan.claim, ordered, configs, tuple(said(share, budget))))
+        cut.append(Plan(plan.claim, ordered, configs, (*plan.left_out, *said(share, budget))))
         for run in kept:
             ranks.setdefault(run, rank)
         told = "; ".join(cut[-1].left_out) or "all of it"

@@ -4,9 +4,12 @@ How many steps and tokens a run takes is said here once, with its reason, and no
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from normscale.claims.claim import Grid, Profile, ProfileName
+from normscale.claims.discover import experiments_folder
+from normscale.config.load import load
 
 STEPS = 120
 """Steps of a depth run of 512 tokens each: as many as the core claims can pay for. Of 90 steps at 7e-4, with a warm-up
@@ -200,3 +203,28 @@ def measured(arms: Iterable[str], smoke: Mapping[str, Any] | None = None) -> dic
         "cpu": Profile(main=grids[SEEDS], floor=grids[LEAST_SEEDS]),
         "gpu": Profile(main=grids[SEEDS_GPU], floor=grids[LEAST_SEEDS]),
     }
+
+
+BOTH_STACKS = ("model.N", "model.M")
+"""Where the depth of a model with encoder and decoder goes: N-N blocks."""
+
+
+@cache
+def published_run(name: str) -> Mapping[str, Any]:
+    """Returns every setting of a file of configs/train, but the scheme and what no number depends on.
+
+    The file says what of it is the paper's.
+    """
+    sections = load(experiments_folder().parent / "configs" / "train" / f"{name}.yaml").numerical()
+    kept = {section: sections[section] for section in ("model", "data", "train", "precision")}
+    flat = _dotted(kept)
+    return {key: value for key, value in flat.items() if not key.startswith("model.scheme")}
+
+
+def _dotted(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Returns the leaves by dotted key; the options of schemes and norms are one leaf each."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        whole = not isinstance(value, Mapping) or key.endswith("options") or key == "norms"
+        flat |= {above + key: value} if whole else _dotted(value, f"{above}{key}.")
+    return flat

@@ -26,7 +26,7 @@ from normscale.claims.verdict import Judgement, judge
 from normscale.errors import StoreError
 from normscale.tracking.files import write_whole
 
-LARGEST_FIRST: tuple[ProfileName, ...] = ("gpu", "cpu", "smoke")
+LARGEST_FIRST: tuple[ProfileName, ...] = ("paper", "gpu", "cpu", "smoke")
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,12 @@ def _gather(claim: Claim, runs: Path, profile: ProfileName | None) -> Reported:
         if cells:
             results = results_of(runs, cells)
             judgement, left_out = judge(claim, candidate, results), left_out_of(runs, claim.id, candidate)
-            return Reported(claim, candidate, judgement, results, [run for _, run in cells], left_out=left_out)
+            return Reported(
+                claim.at(candidate), candidate, judgement, results, [run for _, run in cells], left_out=left_out
+            )
         if left_out := left_out_of(runs, claim.id, candidate):
             judgement = Judgement("not run", f"NOT RUN - {'; '.join(left_out)}")
-            return Reported(claim, candidate, judgement, [], [], left_out=left_out)
+            return Reported(claim.at(candidate), candidate, judgement, [], [], left_out=left_out)
     return Reported(claim, None, Judgement("not run", "NOT RUN - it was never started"), [], [])
 
 

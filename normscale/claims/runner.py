@@ -21,7 +21,7 @@ from normscale.claims.cost import Cost, Device, fitted, from_finished, hours
 from normscale.claims.discover import experiments_folder, list_claims, select
 from normscale.claims.manifest import cells_of, outcomes_of, write_manifest
 from normscale.claims.parts import Part, leased, refuse_while_leased
-from normscale.claims.plans import Plan, Work, jobs_of, plan_of, runs_of, take_out_late, within
+from normscale.claims.plans import Plan, Work, jobs_of, plans_of, runs_of, take_out_late, within
 from normscale.claims.progress import RunsProgress, time_left
 from normscale.claims.report import Written, writable, write_report
 from normscale.claims.waiting import wait_for_others
@@ -38,6 +38,7 @@ Configs = Sequence[tuple[Claim, list[tuple[Cell, Work]]]]
 
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
+GPU_PROFILES: tuple[ProfileName, ...] = ("gpu", "paper")
 SYNC_S = 180.0  # that the last sync into MLflow may take
 AROUND_S = 15.0  # starting the workers, the report and the last sync; empirical
 
@@ -87,7 +88,7 @@ def run_claims(
         if code != 0 or not then_judge:
             return code
         with _devices(profile), _sigterm():
-            plans = [plan_of(claim, own) for claim, own in configs]
+            plans = plans_of(configs)
             wait_for_others(runs, asked, profile, lambda: len(jobs_of(plans, runs)[0]))
     refuse_while_leased(runs, asked, profile)
     if profile == "smoke":  # reports/latest keeps its verdicts
@@ -146,7 +147,7 @@ def planned(
     for claim in select(list(ids), list_claims()):
         configs.append((claim, [(cell, work_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
     with _devices(profile):
-        plans = [plan_of(claim, own) for claim, own in configs]
+        plans = plans_of(configs)
         jobs, done = jobs_of(plans, runs, part)
         cost = from_finished(runs, _device(profile)) or (Cost() if _device(profile) == "cpu" else None)
         shared: list[str] = []
@@ -171,12 +172,12 @@ def _setting(config: Work) -> str:
 
 
 def _device(profile: ProfileName) -> Device:
-    return "cuda" if profile == "gpu" else "cpu"
+    return "cuda" if profile in GPU_PROFILES else "cpu"
 
 
 def _at_a_time(profile: ProfileName) -> int:
     """Returns the number of workers; one GPU is shared by few processes, since each holds its own context."""
-    return cores() if profile != "gpu" else 1
+    return cores() if profile not in GPU_PROFILES else 1
 
 
 def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | None, workers: int) -> list[str]:
@@ -216,7 +217,7 @@ def _train(
     cells = sum(len(own) for _, own in configs)
     size = min(workers or _at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
-        plans = [plan_of(claim, own) for claim, own in configs]
+        plans = plans_of(configs)
         jobs, done = jobs_of(plans, runs, part)
         for plan in plans if hours is None else []:
             if part is None or cells_of(runs, plan.claim.id, profile) != plan.cells:  # parts leave a verdict alone
@@ -345,9 +346,9 @@ class _Sink:
 
 @contextmanager
 def _devices(profile: ProfileName) -> Iterator[None]:
-    """Hides GPUs from all profiles but gpu, in this process and in its workers."""
+    """Hides GPUs from the profiles that are for a CPU, in this process and in its workers."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if profile != "gpu":
+    if profile not in GPU_PROFILES:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         yield

@@ -70,6 +70,7 @@ class Judgement:
 
 def judge(claim: Claim, profile: ProfileName, results: Sequence[Result]) -> Judgement:
     """Returns the verdict of a claim from the runs of one profile."""
+    claim = claim.at(profile)
     measured = tuple(
         number for kind in (values, sweeps, slopes, layers, training) for number in kind.measure(claim, results)
     )

@@ -99,3 +99,21 @@ def test_an_arm_says_which_settings_its_depth_goes_to() -> None:
 def test_who_is_asked_whether_it_trains(control: object, expect: object, asked: str) -> None:
     made = claim(control=control, expect=expect)
     assert "".join(arm for arm in "ab" if made.asks_training(arm)) == asked
+
+
+def test_a_profile_with_another_task_has_its_own_depth_control_and_expectations() -> None:
+    own = Profile(
+        {"a": {3: 1, 6: 1}},
+        set={"data.task": "span"},
+        depth_keys=("model.N", "model.M"),
+        control=(Trains("a", at=(3,)),),
+        expect=(Trains("a", at=(6,)),),
+    )
+    made = claim(profiles={"cpu": claim().profiles["cpu"], "paper": own})
+    assert made.at("cpu") is made
+    assert (made.at("paper").control, made.at("paper").expect) == (own.control, own.expect)
+    cells = made.cells("paper")
+    assert [cell.role for cell in cells] == ["control", "main"]
+    configs = [run_config(made, cell, "r", None) for cell in cells]
+    assert [(config.model.N, config.model.M) for config in configs] == [(3, 3), (6, 6)]
+    assert all(cell.settings["model.N"] == 0 for cell in made.cells("cpu"))
