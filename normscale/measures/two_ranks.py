@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ LIMIT_S = 240  # most of it is importing torch, on a busy machine
 Over = Literal["row", "batch"]
 
 
-def measure(seed: int, norm: str, over: Over) -> dict[str, float]:
+def measure(seed: int, norm: str, over: Over, options: dict[str, bool] | None = None) -> dict[str, float]:
     """Returns, of a small Pre-Norm model on text, one forward pass over 8 sequences, by two ranks of 4 and by one of 8:
 
     - `statistics_apart`: the largest difference of the mean squares of the norms' inputs, over the largest of them.
@@ -32,9 +32,11 @@ def measure(seed: int, norm: str, over: Over) -> dict[str, float]:
       of a rank, as BatchNorm takes them;
     - `bits_apart`: the share of them that differ in any bit;
     - `loss_apart`: the difference of the mean losses (of the ranks, all-reduced), over the loss.
+
+    `options` are those of the norm.
     """
     with tempfile.TemporaryDirectory(prefix="normscale-ranks-") as folder:
-        given = json.dumps({"seed": seed, "norm": norm, "over": over, "folder": folder})
+        given = json.dumps({"seed": seed, "norm": norm, "over": over, "options": options or {}, "folder": folder})
         command = [sys.executable, "-m", "normscale.measures.two_ranks", given]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ranks = [
@@ -54,21 +56,21 @@ def measure(seed: int, norm: str, over: Over) -> dict[str, float]:
         return found
 
 
-def rank_main(given: dict[str, str], rank: int) -> None:
-    """Computes one rank's part; rank 0 computes the whole as well and compares."""
+def rank_main(given: dict[str, Any], rank: int) -> None:
+    """Computes one rank's part, then the whole, as every rank does since a norm may ask the others; rank 0 compares."""
     torch.set_num_threads(1)
     seed, folder = int(given["seed"]), Path(given["folder"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     settings = {"model.scheme": "pre", "model.norm": given["norm"], "model.M": BLOCKS, "train.batch": BATCH}
-    config = revise(RunConfig(), {**settings, "seed": seed})
+    config = revise(RunConfig(), {**settings, "model.norm_options": given["options"], "seed": seed})
     task = load_task(config)
     model = build(config.model, task.vocab, seed)
     own, loss = _pass(model, task, seed, rank, WORLD, given["over"])
     parts = [torch.empty_like(own) for _ in range(WORLD)]
     dist.all_gather(parts, own)
     dist.all_reduce(loss)
+    whole, truth = _pass(model, task, seed, 0, 1, given["over"])
     if rank == 0:
-        whole, truth = _pass(model, task, seed, 0, 1, given["over"])
         # Two ranks have two statistics of their batches where one rank has one.
         divided = torch.cat(parts, dim=1)
         whole = whole.expand_as(divided)

@@ -1,6 +1,7 @@
 """What each measurement gives where algebra says what it must give."""
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.data.task import load_task
+from normscale.errors import BadInput
 from normscale.measures import (
     attention_entropy,
     eps_error,
@@ -22,6 +24,7 @@ from normscale.measures import (
     overflow,
     stale_stats,
     two_ranks,
+    vit_gradients,
 )
 from normscale.models.builder import build
 from normscale.ops.norm import layernorm, rmsnorm
@@ -154,3 +157,31 @@ def test_two_processes_send_each_other_what_they_see() -> None:
     assert found["bits_apart"] == 1
     assert found["statistics_apart"] > 1e-4
     assert found["loss_apart"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # two processes that import torch
+def test_synchronised_statistics_make_two_ranks_one() -> None:
+    own, together = (two_ranks.measure(0, "batchnorm", "row", {"sync": sync}) for sync in (False, True))
+    assert together["loss_apart"] < 1e-5 < 1e-4 < own["loss_apart"]
+
+
+def test_the_range_of_gradients_is_told_in_decades() -> None:
+    assert vit_gradients.decades([0.1, 10.0, 1.0]) == pytest.approx(2)
+    assert vit_gradients.decades([1.0, 1.0]) == 0
+    assert vit_gradients.decades([0.0, 1.0]) == vit_gradients.decades([math.nan, 1.0]) == vit_gradients.DECADES
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers (the extra 'deepspeed')")
+def test_a_vision_transformers_gradients_are_those_that_autograd_gives() -> None:
+    found = vit_gradients.measure(0, True, 3, steps=1)
+    assert found["range_first"] == found["range_last"]
+    assert 0 < found["range_first"] < 2
+    assert vit_gradients.measure(0, False, 3, steps=1) != found
+
+
+def test_without_transformers_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vit_gradients, "find_spec", lambda _: None)
+    with pytest.raises(BadInput, match="needs transformers"):
+        vit_gradients.measure(0, True, 2)
