@@ -8,11 +8,15 @@ all claims.
 1000 blocks can be paid for at 128 tokens a step alone. A failure there might be the batch's and not the depth's, so the
 very same protocol is the control at 6 and 12 blocks. A death there would have to last at a lower learning rate, which
 the gpu profile tries and the cpu profile cannot pay for: it would leave the claim undecided.
+
+The paper profile is Figure 6, IWSLT-14 from 10L-10L to 100L-100L, where DeepNorm is about as good at every depth. The
+paper's 500L-500L is trained on OPUS-100 and on 102 languages, which is left to configs/train/opus100-500-500.yaml.
 """
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Trains
 from normscale.claims.protocol import (
+    BOTH_STACKS,
     DEPTH,
     DESCRIBED,
     ENCODER,
@@ -25,6 +29,7 @@ from normscale.claims.protocol import (
     SMOKE,
     STEPS,
     published,
+    published_run,
 )
 
 CLAIM = Claim(
@@ -72,6 +77,15 @@ CLAIM = Claim(
                 "deepnorm-128": {6: 1, 12: 1, 1000: 1},
                 "encoder": {12: 1, 100: 1},
             },
+        ),
+        "paper": Profile(
+            main={"deepnorm": dict.fromkeys((10, 20, 50, 100), 3)},
+            low_lr={"deepnorm": {100: 1}},
+            set=published_run("iwslt14-10-10"),
+            depth_keys=BOTH_STACKS,
+            floor={"deepnorm": {10: 1, 100: 1}},
+            control=(Trains("deepnorm", at=(10,)),),
+            expect=(Trains("deepnorm", at_least=20),),
         ),
     },
     figure="gap",

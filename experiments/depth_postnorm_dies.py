@@ -6,12 +6,25 @@ sublayers, so 24 blocks (48) stand where Figure 6 breaks, and 48 blocks (96) whe
 starts at 24 blocks. Below, the source leaves it open: 12 blocks (24) are shown and not judged. The warm-up is part of
 the protocol since every published DeepNorm run had one. The number of steps was chosen by what a pilot cost, and so
 that DeepNorm is well below the unigram entropy by then.
+
+The paper profile is Figure 6 itself: IWSLT-14 with an encoder and a decoder of as many blocks. Post-Norm has almost no
+BLEU at 10L-10L and none from 20L-20L on, where the expectation starts; 2L-2L is the control, and not published.
 """
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Trains
-from normscale.claims.protocol import DEPTH, GAP, PILOT, SMOKE, described, published
+from normscale.claims.protocol import (
+    BOTH_STACKS,
+    DEPTH,
+    GAP,
+    PILOT,
+    SMOKE,
+    described,
+    published,
+    published_run,
+)
 
+PAPER_DEPTHS = (2, 10, 20, 50, 100)
 FLOOR = {"post": {2: 1, 24: 2}, "post-nowarmup": {2: 1, 24: 2}, "deepnorm": {24: 2}}
 
 CLAIM = Claim(
@@ -70,6 +83,15 @@ CLAIM = Claim(
             },
             long={"post": {24: 1}},
             floor=FLOOR,
+        ),
+        "paper": Profile(
+            main={arm: dict.fromkeys(PAPER_DEPTHS, 3) for arm in ("post", "deepnorm", "pre")},
+            low_lr={"post": dict.fromkeys((20, 50, 100), 1)},
+            set=published_run("iwslt14-10-10"),
+            depth_keys=BOTH_STACKS,
+            floor={"post": {2: 1, 20: 2}, "deepnorm": {20: 2}},
+            control=(Trains("post", at=(2,)),),
+            expect=(Dies("post", at_least=20, beside=("deepnorm", "pre")), Trains("deepnorm", at_least=10)),
         ),
     },
     figure="gap",

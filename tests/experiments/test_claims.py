@@ -1,15 +1,16 @@
 """Every claim of the checkout: its configurations are valid, its expectations can be judged, its smoke run runs."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from normscale.claims.claim import Claim, ProfileName, run_config, work_config
 from normscale.claims.discover import list_claims
-from normscale.claims.expect import Dies, SlopeWithin, Thirds, Value
+from normscale.claims.expect import Dies, Expectation, SlopeWithin, Thirds, Value
 from normscale.claims.protocol import DEPTH, SMALL
-from normscale.claims.runner import run_claims
+from normscale.claims.runner import planned, run_claims
 from normscale.claims.verdict import describe, judge
 from normscale.measures.config import MeasureConfig
 from normscale.measures.run import bound
@@ -36,14 +37,16 @@ def test_every_cell_of_every_profile_is_a_valid_configuration_and_named_once(cla
 
 
 @every_claim
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "paper"])
 def test_the_floor_is_part_of_the_claim_and_enough_to_judge_it(claim: Claim, profile: ProfileName) -> None:
+    if profile == "paper" and profile not in claim.profiles:
+        pytest.skip("few claims have the published protocol")
     scale = claim.profiles[profile]
     assert scale.floor is not None, "say what cannot be left out"
     for arm, depths in scale.floor.items():
         own = {**scale.main.get(arm, {}), **scale.sweep.get(arm, {})}
         assert all(seeds <= own[depth] for depth, seeds in depths.items()), arm
-    everything = results(claim, profile, by_theory(claim))
+    everything = results(claim, profile, by_theory(claim.at(profile)))
     floor = [result for result in everything if claim.in_floor(profile, result.cell)]
     judgement = judge(claim, profile, floor)
     assert judgement.verdict == judge(claim, profile, everything).verdict, judgement.headline
@@ -63,11 +66,18 @@ def test_a_reader_finds_names_reasons_and_only_numbers_that_exist(claim: Claim) 
     assert set(claim.paper) <= measured
 
 
+def deaths_of(expectations: tuple[Expectation, ...]) -> list[Dies]:
+    return [expectation for expectation in expectations if isinstance(expectation, Dies)]
+
+
 @every_claim
 def test_every_death_is_tried_at_a_lower_rate_and_one_of_the_claim_for_longer(claim: Claim) -> None:
     """A death that the source says, and nobody expects, is tried so where it can be paid for."""
-    deaths = [expectation for expectation in claim.expect if isinstance(expectation, Dies)]
-    for profile in ("gpu",) if claim.id == "depth-prenorm-limit" else ("cpu", "gpu"):
+    deaths = deaths_of(claim.expect)
+    for profile in (
+        ("gpu",) if claim.id == "depth-prenorm-limit" else [name for name in claim.profiles if name != "smoke"]
+    ):
+        deaths = deaths_of(claim.at(profile).expect)  # type: ignore[arg-type]
         roles = {(cell.arm, cell.depth, cell.role) for cell in claim.cells(profile)}  # type: ignore[arg-type]
         for arm, depth, role in roles:
             if role == "main" and any(death.arm == arm and depth >= death.at_least for death in deaths):
@@ -195,14 +205,37 @@ def test_the_update_claim_is_refuted_by_its_own_theory_under_adam() -> None:
     assert judgement.headline.index("DeepNorm (Adam)") < judgement.headline.index("supported: Post-Norm (SGD)")
 
 
+IWSLT = ("depth-postnorm-dies", "depth-deepnorm-trains")
+
+
+def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text of its own stands for IWSLT-14, which is not part of the project; of WMT-17 only settings are seen."""
+    assert {claim.id for claim in CLAIMS.values() if "paper" in claim.profiles} == {"depth-encdec", *IWSLT}
+    (tmp_path / "data" / "iwslt14").mkdir(parents=True)
+    for language in ("en", "de"):
+        text = "".join(f"{language} sentence number {n}\n" for n in range(1000))
+        (tmp_path / "data" / "iwslt14" / f"train.{language}").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    lines = planned(IWSLT, "paper", runs=tmp_path / "runs")
+    assert "depth-postnorm-dies: L0010 post s0: scheme=post N=10 M=10 adamw lr=0.0005 steps=8000 seed=0" in lines
+    claim = CLAIMS["depth-encdec"]
+    config = run_config(claim, claim.cells("paper")[0], "r", None)
+    assert config.train.batch * config.model.context == 128 * 4096
+    assert (config.model.d, config.model.dropout, config.train.schedule.warmup_steps) == (512, 0.4, 4000)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_smoke_runs_of_all_claims_end_and_judge_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run_claims(list(CLAIMS), "smoke", runs=tmp_path / "runs", uri=None, workers=1, reports=tmp_path / "reports")
+    able = [claim for claim in CLAIMS if claim != "vit-gradients" or find_spec("transformers")]
+    code = run_claims(able, "smoke", runs=tmp_path / "runs", uri=None, workers=1, reports=tmp_path / "reports")
     said = capsys.readouterr()
     assert code == 0, said.err
-    for claim in CLAIMS:
+    for claim in able:
         assert f"{claim}" in said.out
-    assert said.out.count("runs ended; smoke gives no") == len(CLAIMS)  # the line may break after it
+    assert said.out.count("runs ended; smoke gives no") == len(able)  # the line may break after it
     assert "NOT RUN" not in said.out
     assert (tmp_path / "reports" / "smoke" / "latest" / "report.html").exists()
     assert not (tmp_path / "reports" / "latest").exists()  # a smoke run must not take the place of verdicts

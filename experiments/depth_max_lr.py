@@ -1,0 +1,123 @@
+"""The largest tolerable learning rate orders the schemes: Post < DeepNorm < Mix-LN and HybridNorm << Pre < Keel.
+
+Keel's Table 1 (arXiv:2601.19895): over 5000 steps the rate rises in a line from 0 to 5e-2, and the rate one step before
+divergence is noted. At 64 sublayers 3.0e-4 (Post-Norm), 3.5e-4 (DeepNorm), 4.9e-4 (HybridNorm), 8.6e-4 (Mix-LN),
+7.65e-3 (Pre-Norm) and 1.01e-2 (Keel); at 512 sublayers the four first are between 2.8e-4 and 3.5e-4, three of them
+equal. A rate's last progress stands for the step before divergence (`claims/derived.py`).
+
+Expected at 32 blocks (64 sublayers), as ratios over seeds: each scheme above the one before. For "far above" the bar is
+3, half-way in the logarithm between 1 and the 8.9 of Pre-Norm over Mix-LN. The authors' DeepNorm has another gain than
+DeepNet's (`misinit-baselines`) and is what is judged; DeepNet's own is unpublished in this protocol and is shown. That
+Pre-Norm of 8 blocks stands 1e-3, at which it trains in all depth claims, is the control.
+"""
+
+from normscale.claims.claim import Claim, Profile
+from normscale.claims.expect import Value
+from normscale.claims.protocol import DEPTH, SMOKE
+
+SHALLOW, BLOCKS, DEEPEST = 8, 32, 256
+STEPS, EVERY, TOP = 1000, 10, 5e-2
+ARMS = {
+    "post": {"model.scheme": "post"},
+    "deepnorm-keel": {"model.scheme": "deepnorm", "model.scheme_options": {"constants": "keel"}},
+    "hybridnorm": {"model.scheme": "hybridnorm"},
+    "mixln": {"model.scheme": "mixln"},
+    "pre": {"model.scheme": "pre"},
+    "keel": {"model.scheme": "keel"},
+    "deepnorm": {"model.scheme": "deepnorm"},
+}
+JUDGED = [arm for arm in ARMS if arm != "deepnorm"]
+SHOWN = ("post", "pre", "keel")  # at 8 blocks, too
+FAR = 3.0
+RATE = "rate_tolerated"
+
+
+def ordered(blocks: int) -> tuple[Value, ...]:
+    """Returns the order of the schemes at a depth."""
+    pairs = (("deepnorm-keel", "post"), ("hybridnorm", "deepnorm-keel"), ("mixln", "deepnorm-keel"), ("keel", "pre"))
+    above = [Value(arm, RATE, at=blocks, than=than, above=1.0) for arm, than in pairs]
+    return (*above, *(Value("pre", RATE, at=blocks, than=than, above=FAR) for than in ("hybridnorm", "mixln")))
+
+
+def ramp(steps: int) -> dict[str, object]:
+    """Returns a rate that rises in a line over so many steps, and a hundred evaluations."""
+    return {"train.steps": steps, "train.schedule.warmup_steps": steps, "train.eval_every": steps // 100}
+
+
+CLAIM = Claim(
+    id="depth-max-lr",
+    says=(
+        "The largest tolerable learning rate orders the schemes: Post-Norm, DeepNorm, Mix-LN and HybridNorm, far above "
+        "them Pre-Norm, then Keel."
+    ),
+    source="Chen and Wei 2026 (Keel), arXiv:2601.19895, Table 1 and section 5.1",
+    family="depth",
+    base={
+        **DEPTH,
+        **ramp(STEPS),
+        "train.optim.lr": TOP,
+        "train.eval_batches": 2,
+        "probes.every": EVERY,
+        "probes.profiles": False,
+    },
+    arms=ARMS,
+    labels={
+        "post": "Post-Norm",
+        "deepnorm-keel": "DeepNorm with Keel's gain",
+        "hybridnorm": "HybridNorm",
+        "mixln": "Mix-LN",
+        "pre": "Pre-Norm",
+        "keel": "Keel",
+        "deepnorm": "DeepNorm",
+    },
+    control=(Value("pre", RATE, at=SHALLOW, above=1e-3),),
+    expect=ordered(BLOCKS),
+    profiles={
+        "smoke": Profile(main={arm: {2: 1} for arm in ARMS}, set=SMOKE),
+        "cpu": Profile(
+            main={arm: {BLOCKS: 3, **({SHALLOW: 3} if arm in SHOWN else {})} for arm in ARMS},
+            floor={**{arm: {BLOCKS: 3} for arm in JUDGED}, "pre": {SHALLOW: 3, BLOCKS: 3}},
+        ),
+        "gpu": Profile(
+            main={arm: {SHALLOW: 3, BLOCKS: 3, DEEPEST: 3} for arm in ARMS},
+            set={**ramp(5000)},
+            floor={**{arm: {BLOCKS: 3, DEEPEST: 3} for arm in JUDGED}, "pre": {SHALLOW: 3, BLOCKS: 3, DEEPEST: 3}},
+            control=(Value("pre", RATE, at=SHALLOW, above=1e-3),),
+            expect=(
+                *ordered(BLOCKS),
+                Value("deepnorm-keel", RATE, at=DEEPEST, than="post", above=1.0),
+                Value("keel", RATE, at=DEEPEST, than="pre", above=1.0),
+                *(Value("pre", RATE, at=DEEPEST, than=than, above=FAR) for than in ("hybridnorm", "mixln")),
+            ),
+        ),
+    },
+    core=False,
+    figure="values",
+    numbers={RATE: "largest tolerable learning rate"},
+    how=(
+        f"Decoder-only models of {SHALLOW} and {BLOCKS} blocks (width 64, 64 tokens of context, batch 8) read source "
+        f"text for {STEPS} Adam steps while the rate rises in a line from 0 to {TOP:g}. Measured is the rate at the "
+        "first evaluation below which the held-out loss never again falls by 0.05 nats, whether it stagnates, spikes "
+        "for good, grows, or is not finite any more: the three ways in which the paper has a run diverge."
+    ),
+    paper={
+        f"{arm} L{BLOCKS} {RATE}": f"{rate} at 64 sublayers (Table 1)"
+        for arm, rate in (
+            ("post", "3.0e-4"),
+            ("deepnorm-keel", "3.5e-4"),
+            ("hybridnorm", "4.9e-4"),
+            ("mixln", "8.6e-4"),
+            ("pre", "7.65e-3"),
+            ("keel", "1.01e-2"),
+        )
+    },
+    differs=(
+        f"width 64 instead of 1024, and {STEPS} steps instead of 5000, so that the rate rises five times as fast and a "
+        "model is further along it before a failure shows: the order is judged, not the rates",
+        "0.05 nats, what counts as progress, and an evaluation every tenth step are ours; a model that gets better to "
+        f"the end tolerates {TOP:g} or more",
+        "no clipping and no weight decay, which the paper has; Keel's norms have a bias here as all others",
+        "512 sublayers are left to the gpu profile, which takes 5000 steps; there the paper has HybridNorm and Mix-LN "
+        "equal to DeepNorm, so these pairs are not judged at that depth",
+    ),
+)
