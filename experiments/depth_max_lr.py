@@ -91,6 +91,7 @@ CLAIM = Claim(
             ),
         ),
     },
+    to_failure=True,
     core=False,
     figure="values",
     numbers={RATE: "largest tolerable learning rate"},

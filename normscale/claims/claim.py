@@ -92,6 +92,8 @@ class Claim:
     slope at step 10"); names that nothing measured are shown too. `how` and `differs` are for a reader of the report.
     `depth_keys` names the settings that an arm's depth goes to, where it is not the number of decoder blocks alone.
 
+    The runs of a claim that is `to_failure` are driven until they fail, so whether they train is not asked of them.
+
     `numbers` says in words what the numbers are that a `Value` looks at. A claim that names a `measure` trains nothing:
     its settings are the arguments of that function of `normscale.measures`, its cells have depth 0, and each takes
     about `seconds`.
@@ -117,6 +119,7 @@ class Claim:
     rates: tuple[float, ...] = ()
     measure: str | None = None
     seconds: float = 1.0
+    to_failure: bool = False
 
     @property
     def quantities(self) -> list[str]:
@@ -134,7 +137,7 @@ class Claim:
 
         An arm that no expectation names is shown beside the others, and goes with them. A measurement trains nothing.
         """
-        if self.measure is not None:
+        if self.measure is not None or self.to_failure:
             return False
         trained, measured = set(), set()
         for expectation in (*self.expect, *self.control):

@@ -205,6 +205,12 @@ def test_the_update_claim_is_refuted_by_its_own_theory_under_adam() -> None:
     assert judgement.headline.index("DeepNorm (Adam)") < judgement.headline.index("supported: Post-Norm (SGD)")
 
 
+def test_a_run_on_a_ramp_is_not_asked_whether_it_trains() -> None:
+    """It is driven to where it fails: its end would count against its scheme at that depth."""
+    assert not any(map(CLAIMS["depth-max-lr"].asks_training, CLAIMS["depth-max-lr"].arms))
+    assert all(map(CLAIMS["growth-families"].asks_training, CLAIMS["growth-families"].arms))
+
+
 IWSLT = ("depth-postnorm-dies", "depth-deepnorm-trains")
 
 
