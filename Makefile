@@ -144,7 +144,7 @@ doctor: $(STAMP) ## says what would go wrong in training, here or on hosts (HOST
 	    $(call if_given,--port,PORT) --from-make $(value OPTIONS)
 
 .PHONY: claim
-claim: $(STAMP) ## runs and judges one claim (CLAIM=id PROFILE=smoke|cpu|gpu ARGS=)
+claim: $(STAMP) ## runs and judges one claim (CLAIM=id PROFILE=smoke|cpu|gpu|paper ARGS=)
 	@$(PY) -m normscale claim run $(call quoted,CLAIM) --profile $(call quoted,PROFILE) $(value ARGS)
 
 .PHONY: claims
