@@ -43,7 +43,7 @@ def _launcher(
 ) -> argparse.ArgumentParser:
     one = launchers.add_parser(name, help=says, description=says, allow_abbrev=False)
     one.add_argument("--claim", metavar="ID", help="run and judge a claim instead of training a configuration")
-    one.add_argument("--profile", choices=("smoke", "cpu", "gpu"), help="how much of the claim (default cpu)")
+    one.add_argument("--profile", choices=("smoke", "cpu", "gpu", "paper"), help="how much of the claim (default cpu)")
     one.add_argument("--dry-run", action="store_true", help="print the commands and stop; DRY_RUN=1 does the same")
     one.add_argument("--from-make", action="store_true", help=argparse.SUPPRESS)
     _seconds(one, "--grace", grace_s, "time for a checkpoint after a signal")
