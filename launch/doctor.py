@@ -19,7 +19,7 @@ from launch.ssh import Place
 from normscale.arguments import Parser, whole
 from normscale.errors import LaunchError
 
-REDUCE_S = 30.0
+REDUCE_S = 60.0
 
 
 def main(words: Sequence[str]) -> int:

@@ -234,6 +234,7 @@ def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_smoke_runs_of_all_claims_end_and_judge_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     able = [claim for claim in CLAIMS if claim != "vit-gradients" or find_spec("transformers")]
     code = run_claims(able, "smoke", runs=tmp_path / "runs", uri=None, workers=1, reports=tmp_path / "reports")
