@@ -4,8 +4,9 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from normscale.commands.common import check_folder, load
 from normscale.errors import BadInput
@@ -134,11 +135,8 @@ def removal(options: argparse.Namespace) -> int:
     from normscale.train.removal import removal
 
     found, path = removal(folder, options.blocks, options.batches, options.checkpoint)
-    if options.json:
-        print(json.dumps(found.as_json(), allow_nan=False))
-    else:
-        print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"written to {path}"]))
-    return 0
+    said = found.as_json()
+    return _tell(options, said, [*table(said, draw.look_of(sys.stdout, os.environ)), f"written to {path}"])
 
 
 def translate(options: argparse.Namespace) -> int:
@@ -156,11 +154,8 @@ def translate(options: argparse.Namespace) -> int:
 
     how = TranslationConfig(sentences=options.sentences, beam=options.beam, penalty=options.penalty)
     found, path = translate(folder, how, options.checkpoint)
-    if options.json:
-        print(json.dumps(found.as_json(), ensure_ascii=False))
-    else:
-        print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"all of them: {path}"]))
-    return 0
+    said = found.as_json()
+    return _tell(options, said, [*table(said, draw.look_of(sys.stdout, os.environ)), f"all of them: {path}"])
 
 
 def fold(options: argparse.Namespace) -> int:
@@ -175,8 +170,11 @@ def fold(options: argparse.Namespace) -> int:
     from normscale.fold.run import fold_run
 
     found, path = fold_run(folder, options.batches, options.checkpoint, options.int8)
-    if options.json:
-        print(json.dumps(found.as_json(), allow_nan=False))
-    else:
-        print("\n".join([*table(found.as_json(), draw.look_of(sys.stdout, os.environ)), f"written to {path}"]))
+    said = found.as_json()
+    return _tell(options, said, [*table(said, draw.look_of(sys.stdout, os.environ)), f"written to {path}"])
+
+
+def _tell(options: argparse.Namespace, said: Mapping[str, Any], lines: Sequence[str]) -> int:
+    """Prints what a command found, for programs or for people; returns the exit code."""
+    print(json.dumps(said, allow_nan=False, ensure_ascii=False) if options.json else "\n".join(lines))
     return 0

@@ -54,7 +54,7 @@ def test_what_is_read_on_the_host_is_what_the_operations_give(x: torch.Tensor, m
     read = statistics(x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     # Half a million squares summed in fp32 in another order, which is the processor's.
-    torch.testing.assert_close(read, statistics(x), equal_nan=True, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(read, statistics(x), equal_nan=True, rtol=5e-6, atol=1e-5)
     assert read.dtype is torch.float32
 
 
