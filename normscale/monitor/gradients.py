@@ -62,7 +62,7 @@ class Gradients:
         The values stay what they are, to the bit: this is the check of torch's GradScaler with a scale of 1, one pass
         over all tensors in place of one over each.
 
-        Tensors of a few entries cost what they cost by number, about a microsecond each to read `.grad` and to check it:
+        Tensors of a few entries cost what they cost by number, about a microsecond each to read `.grad` and check it:
         for 16 000 of them over 2 % of a step that spends less than 50 us on each. Nothing tried is faster: one flat
         tensor to copy them into, and norms by foreach, which are new tensors at each step, take longer.
         """
