@@ -44,7 +44,9 @@ def save(number, frame):
     open(f"{folder}/saved{rank}", "w").write(str(number))
     leave(143, "stopped after a checkpoint")
 def up():
-    open(f"{folder}/{rank}.part", "w").write(str(os.getpid()))
+    starter = os.getppid()
+    agent = open(f"/proc/{starter}/stat").read().rpartition(")")[2].split()[1]
+    open(f"{folder}/{rank}.part", "w").write(f"{os.getpid()} {starter} {agent}")
     os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pid")
     while not all(os.path.exists(f"{folder}/{each}.pid") for each in (0, 1)):
         time.sleep(0.02)
@@ -77,17 +79,17 @@ class Launched:
             text=True,
         )
         if wait:
-            ranks = [self._pid(rank) for rank in (0, 1)]
-            starters = [parent_of(pid) for pid in ranks]
-            self.pids = {"rank": ranks, "starter": starters, "agent": [parent_of(pid) for pid in starters]}
+            said = zip(*(self._line_of(rank) for rank in (0, 1)), strict=True)
+            self.pids = dict(zip(("rank", "starter", "agent"), map(list, said), strict=True))
         return self
 
-    def _pid(self, rank: int) -> int:
+    def _line_of(self, rank: int) -> list[int]:
+        """Returns the rank's process, its parent and that one's parent, as it wrote them itself: it may be gone."""
         path, deadline = self.folder / f"{rank}.pid", time.monotonic() + 30
         while not path.exists():
             assert time.monotonic() < deadline, f"rank {rank} did not start: {self.process.stderr}"
             time.sleep(0.02)
-        return int(path.read_text())
+        return [int(pid) for pid in path.read_text().split()]
 
     def finish(self, wait_s: float = 0.0) -> tuple[int, str, str]:
         """Returns exit code, stdout and stderr, with nothing left of what there was."""
@@ -112,10 +114,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture
