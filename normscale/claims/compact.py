@@ -7,12 +7,12 @@ themselves. A report shows them where a claim was not run here.
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from normscale.claims.claim import Cell, Claim, ProfileName
-from normscale.claims.expect import Value
+from normscale.claims.expect import Value, When
 from normscale.claims.results import Measured, Part, Result
 from normscale.claims.state import State
 from normscale.claims.verdict import Judgement
@@ -31,10 +31,15 @@ class KeptResult(Result):
 
     told: State = NO_RECORD
     seconds_a_step: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def state(self) -> State:
         return self.told
+
+    def number(self, name: str, when: When = "last") -> float | None:
+        """Returns a number that its claim judges, None where the record has none."""
+        return self.numbers.get(_key(name, when))
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,12 @@ def seconds_a_step(result: Result) -> float | None:
 def _kept(cell: Mapping[str, Any]) -> KeptResult:
     state = State(cell["state"], "", cell["loss_val"], cell["gap"])
     place = Cell(*(cell[key] for key in ("arm", "depth", "seed", "lr", "role")))
-    return KeptResult(place, None, state, cell.get("seconds_a_step"))
+    numbers = {key: float(value) for key, value in cell.items() if isinstance(value, int | float)}
+    return KeptResult(place, None, state, cell.get("seconds_a_step"), numbers)
+
+
+def _key(number: str, when: When) -> str:
+    return number if when == "last" else f"{number} {when}"
 
 
 def _public(environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def _cell(claim: Claim, result: Result, run_id: str) -> dict[str, Any]:
             told[quantity] = dict(zip(map(str, series.steps), series.values, strict=True))
     for number, when in dict.fromkeys((e.number, e.when) for e in claim.expect if isinstance(e, Value)):
         if (value := result.number(number, when)) is not None:
-            told[number if when == "last" else f"{number} {when}"] = value
+            told[_key(number, when)] = value
     for profile in claim.profiles_judged:
         if (array := result.layers(profile)) is not None:
             told[profile] = [float(f"{value:.4g}") for value in array]

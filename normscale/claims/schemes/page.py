@@ -13,7 +13,8 @@ from normscale.claims.schemes import chart, drawing
 from normscale.claims.schemes.at_init import BATCH, CONTEXT, OPTIMIZERS, WIDTH, AtInit, Measured, Optimizer
 from normscale.claims.schemes.docs import Told, told
 from normscale.claims.schemes.drawing import Curve
-from normscale.claims.schemes.records import Ran, slopes_of, step_time, tolerated
+from normscale.claims.schemes.rates import Risen, risen, tolerated
+from normscale.claims.schemes.records import Ran, slopes_of, step_time
 from normscale.claims.schemes.size import Size
 
 if TYPE_CHECKING:
@@ -157,10 +158,20 @@ def _records(scheme: str, reported: Sequence["Reported"], runs: Sequence[Ran]) -
         + f" (of {len(one.swept)} rates from {one.swept[0]:g} to {one.swept[-1]:g}, {one.claim})"
         for one in tolerated(runs, scheme)
     ]
+    rates += [_risen(one) for one in risen(reported, scheme)]
     items += rates or [f"largest tolerable learning rate: {NOT_MEASURED}; no claim that was run has swept it"]
     if not any(ran.place.scheme == scheme for ran in runs):
         items.insert(0, "whether it trains: no record")
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
+def _risen(one: Risen) -> str:
+    seeds = f"{one.seeds} seed{'s' * (one.seeds != 1)}"
+    range_ = f"{one.low:.3g}" if one.low == one.high else f"{one.low:.3g} to {one.high:.3g}"
+    return (
+        f"largest tolerable learning rate, {one.depth} blocks, {one.label}: {range_} "
+        f"({seeds}, of a rate that rose to {one.top:g}, {one.claim})"
+    )
 
 
 def _cost(one: Measured, size: Size | None, runs: Sequence[Ran]) -> str:

@@ -74,24 +74,13 @@ class Square:
         return "trains" if trained == len(self.best) else "mixed" if trained else "fails"
 
 
-@dataclass(frozen=True)
-class Tolerated:
-    """The largest rate of a claim's sweep up to which every seed trained, at every rate; None: not even the least."""
-
-    claim: str
-    label: str
-    depth: int
-    rate: float | None
-    swept: tuple[float, ...]
-
-
 def runs_of(reported: Iterable["Reported"]) -> list[Ran]:
     """Returns the ended training runs that claims ask of whether they train, each once; smoke runs are left out."""
     found: dict[str, Ran] = {}
     for one in reported:
         if one.profile is None or one.profile == "smoke" or one.claim.measure is not None:
             continue
-        places = _places(one.claim, one.profile)
+        places = places_of(one.claim, one.profile)
         for result, run_id in zip(one.results, one.run_ids, strict=True):
             cell, state = result.cell, result.state
             asked = cell.role == "sweep" or one.claim.asks_training(cell.arm)
@@ -127,19 +116,6 @@ def _worst(runs: Sequence[Ran]) -> float:
     return min(-math.inf if ran.margin is None else ran.margin for ran in runs)
 
 
-def tolerated(runs: Sequence[Ran], scheme: str) -> list[Tolerated]:
-    """Returns the largest tolerable learning rates of a scheme, one for every swept cell."""
-    swept = [ran for ran in runs if ran.place.scheme == scheme and ran.cell.role == "sweep"]
-    found = []
-    for claim, label, depth in dict.fromkeys((ran.claim, ran.label, ran.cell.depth) for ran in swept):
-        own = [ran for ran in swept if (ran.claim, ran.label, ran.cell.depth) == (claim, label, depth)]
-        rates = sorted({ran.cell.lr for ran in own})
-        failing = [ran.cell.lr for ran in own if ran.state != "trained"]
-        held = [rate for rate in rates if rate < min(failing, default=math.inf)]
-        found.append(Tolerated(claim, label, depth, max(held, default=None), tuple(rates)))
-    return found
-
-
 def step_time(runs: Sequence[Ran], scheme: str, beside: str = "pre") -> tuple[float, int] | None:
     """Returns how long a step takes beside another scheme's and in how many pairs: the median over claims and depths.
 
@@ -166,7 +142,7 @@ def slopes_of(reported: Iterable["Reported"], scheme: str) -> list[tuple[str, Me
     for one in reported:
         if one.profile is None or one.profile == "smoke" or one.claim.measure is not None:
             continue
-        schemes = {cell.arm: place.scheme for cell, place in _places(one.claim, one.profile).items()}
+        schemes = {cell.arm: place.scheme for cell, place in places_of(one.claim, one.profile).items()}
         for item in one.judgement.measured:
             arm, _, rest = item.name.partition(" ")
             if rest.startswith("slope") and schemes.get(arm) == scheme:
@@ -174,7 +150,7 @@ def slopes_of(reported: Iterable["Reported"], scheme: str) -> list[tuple[str, Me
     return found
 
 
-def _places(claim: Claim, profile: ProfileName) -> dict[Cell, Place]:
+def places_of(claim: Claim, profile: ProfileName) -> dict[Cell, Place]:
     """Returns where the cells of a claim belong that vary nothing but their scheme, their size and how they train.
 
     A record does not hold its settings: the claim does. A cell that the claim no longer has is left out.

@@ -8,7 +8,7 @@ from normscale.claims.claim import Cell, Claim, Profile
 from normscale.claims.expect import Trains
 from normscale.claims.report import Reported, gather, publish, write_report
 from normscale.claims.schemes.chart import squares_of
-from normscale.claims.schemes.records import Place, Ran, runs_of, slopes_of, square, step_time, tolerated
+from normscale.claims.schemes.records import runs_of, slopes_of, square, step_time
 from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import SLOPES, by_slope, record
 from tests.claims.test_figures import CLAIMS
@@ -91,24 +91,6 @@ def test_published_records_tell_the_same(tmp_path: Path) -> None:
     publish(write_report(tmp_path / "runs", [claim], reports=tmp_path / "reports"), tmp_path / "published")
     there = gather(tmp_path / "empty", [claim], published=tmp_path / "published")
     assert runs_of(there) == runs_of(here)
-
-
-def swept(failing: float, claim: str = "sweep") -> list[Ran]:
-    sweep = CLAIMS["depth-lr-sensitivity"]
-
-    def ran(cell: Cell, state: str) -> Ran:
-        place = Place("pre", *WHERE, (64, 128, 64, 8, 1))
-        return Ran(claim, sweep.labels[cell.arm], cell, place, state, 0.1, None)
-
-    cells = [cell for cell in sweep.cells("cpu") if cell.arm == "plain" and cell.depth == 6]
-    return [ran(cell, "stuck" if cell.lr == failing and cell.seed == 1 else "trained") for cell in cells]
-
-
-@pytest.mark.parametrize(("failing", "rate"), [(3e-3, 1e-3), (3e-4, None), (0.0, 3e-1)])
-def test_the_largest_tolerable_rate_is_below_the_first_that_a_seed_fails_at(failing: float, rate: float | None) -> None:
-    (found,) = tolerated(swept(failing), "pre")
-    assert (found.rate, found.depth, len(found.swept)) == (rate, 6, 7)
-    assert tolerated(swept(failing), "post") == []
 
 
 def test_step_times_are_compared_within_a_claim(tmp_path: Path) -> None:
