@@ -17,7 +17,7 @@ from normscale.probes.probe import Array, Hand, Parameters, Probe, Reading, Redu
 
 Reason = Literal["non-finite loss", "non-finite gradient", "norm overflow", "loss scale overflow"]
 
-SAMPLE = 65_536  # parameters that are compared before and after a step
+SAMPLE = 16_384  # parameters that are compared before and after a step
 MOST_PENDING = 1000  # steps that wait to be written
 
 

@@ -6,10 +6,18 @@ from itertools import pairwise
 import pytest
 import torch
 
+from normscale.ops import sampled
 from normscale.ops.sampled import SAMPLES, Places, attention_row, keep, places, take, turns
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (2, 8), (3, 50), (5, 64), (8, 64), (9, 3), (16, 2), (40, 33), (300, 1)]
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def _read_where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads as on the host, and by the operations that run on a device and in compiled code."""
+    if request.param == "device":
+        monkeypatch.setattr(sampled, "on_host", lambda x: False)
 
 
 def listed(at: Places, batch: int, length: int) -> list[tuple[int, int]]:

@@ -118,7 +118,7 @@ def test_places_are_of_parameters_and_evenly_spread() -> None:
     assert spread_over_entries(spans, 100).tolist() == entries
     some = spread_over_entries(spans, 13).tolist()
     assert some == [entries[i * 39 // 13] for i in range(13)]
-    assert SAMPLE == 2**16
+    assert SAMPLE == 2**14
 
 
 def ran(steps: int, bad: dict[int, float], every: int = 1, **train: Any) -> tuple[Any, Notes]:
