@@ -147,7 +147,8 @@ class Sensitive:
 class Shifts:
     """The best learning rate of an arm is over `by` times another's, or as far below it, from the runs of the sweep.
 
-    The best is that of the lowest held-out loss at the end; it is compared seed by seed, as a geometric mean.
+    The best is that of the lowest held-out loss at the end; it is compared seed by seed, as a geometric mean. A best
+    rate is known to half a step of the sweep, and at an end of the sweep it may be any beyond.
     """
 
     arm: str

@@ -21,6 +21,9 @@ from normscale.tracking.record import USER
 
 WORST_FIRST: tuple[Verdict, ...] = ("refuted", "inconclusive", "not run", "supported")
 MAIN: tuple[Role, ...] = ("main", "control")
+WORST = {"gap": -math.inf, "bleu": 0.0}
+"""What a training that broke off has come to: divergence is a measurement."""
+
 ROLES = {"low-lr": ", 3x lower learning rate over 3x the steps", "long": ", 5x more steps"}
 
 
@@ -56,7 +59,8 @@ class Result:
         """Returns a number of a finished run: one of a measurement, a recorded scalar, or one of the run's summary.
 
         Or one that follows from its records (`DERIVED`), as far as they go where it broke off.
-        None where the run has none; NaN where a training broke off, whose last record is not that of its end.
+        None where the run has none. Where a training broke off its last record is not that of its end: NaN, or the
+        worst there is (`WORST`) of a number that says how good it has become.
         """
         if self.record is None or not self.record.finished:
             return None
@@ -64,14 +68,14 @@ class Result:
         if series is None and name in DERIVED:
             return DERIVED[name](self.record)
         if self.broke_off and (series is None or when != "first"):
-            return math.nan
+            return WORST.get(name, math.nan) if when == "last" else math.nan
         if series is None or not series.values:
             found = self.record.summary.get(name)
             return float(found) if isinstance(found, int | float) else None
         first, last = series.values[0], series.values[-1]
         if when == "growth":
             return last / first if first else math.nan
-        return {"first": first, "last": last, "max": max(series.values), "drift": abs(last - first)}[when]
+        return {"first": first, "last": last, "max": float(np.max(series.values)), "drift": abs(last - first)}[when]
 
     def layers(self, profile: str, when: str = "last") -> NDArray[np.float64] | None:
         """Returns an array over layers as it was first or last recorded, or None as for `value`.

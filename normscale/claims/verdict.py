@@ -45,6 +45,9 @@ JUDGES: dict[type, tuple[Callable[..., Part], Callable[..., str]]] = {
 """What judges a kind of expectation, and what says it in a sentence."""
 
 
+TOLD = 4  # parts of a headline beside those that decided it
+
+
 @dataclass(frozen=True)
 class Judgement:
     """The verdict of a claim, one line of it, its numbers and its parts."""
@@ -89,7 +92,7 @@ def judge(claim: Claim, profile: ProfileName, results: Sequence[Result]) -> Judg
         verdict = "inconclusive"
     if "refuted" in verdicts and not failed:
         verdict = "refuted"
-    briefs = [f"the control failed: {_with_topic(part)}" for part in failed] or _told(parts, verdict)
+    briefs = [f"the control does not hold: {_with_topic(part)}" for part in failed] or _told(parts, verdict)
     missing = f" ({len(results) - done} of {len(results)} runs missing)" if done < len(results) else ""
     headline = f"{verdict.upper()} - {'; '.join(briefs)}{missing}"
     return Judgement(verdict, headline, measured, parts, control)
@@ -102,12 +105,16 @@ def _with_topic(part: Part) -> str:
 def _told(parts: Sequence[Part], verdict: Verdict) -> list[str]:
     """Returns the briefs of the parts, those that decided first, the others under their own verdict.
 
-    Parts about one topic are listed after it; a topic that was named last is not named again.
+    Parts about one topic are listed after it; a topic that was named last is not named again. Many parts that did not
+    decide are counted.
     """
     told, named = [], ""
     for kind in WORST_FIRST:
         own = [part for part in parts if part.verdict == kind]
-        said = []
+        said: list[str] = []
+        if kind != verdict and len(own) > TOLD:
+            told.append(f"{kind}: {len(own)} others")
+            continue
         for topic in dict.fromkeys(part.topic for part in own):
             briefs = [part.brief for part in own if part.topic == topic]
             if not topic:

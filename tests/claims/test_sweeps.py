@@ -95,7 +95,8 @@ SHIFTS = Claim(
         "arms": {"low": {}, "high": {}},
         "labels": {"low": "low gain", "high": "high gain"},
         "profiles": {"cpu": Profile({}, sweep={"low": {6: 2}, "high": {6: 2}}, floor={"low": {6: 2}})},
-        "expect": (Shifts("low", 6, than="high", by=3.0),),
+        "expect": (Shifts("low", 6, than="high", by=20.0),),
+        "rates": tuple(10.0**power for power in range(-5, 3)),
     }
 )
 
@@ -103,10 +104,14 @@ SHIFTS = Claim(
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
     [
-        ((1e-1, 1e-1), (1e-2, 1e-2), "supported"),
-        ((1e-3, 1e-3), (1e-2, 1e-2), "supported"),  # in either direction
+        ((1e1, 1e1), (1e-2, 1e-2), "supported"),
+        ((1e-4, 1e-4), (1e-1, 1e-1), "supported"),  # in either direction
         ((1e-2, 1e-2), (1e-2, 1e-2), "refuted"),
-        ((1e-1, 1e-2), (1e-2, 1e-2), "inconclusive"),  # the seeds do not agree
+        ((1e1, 1e-1), (1e-2, 1e-2), "inconclusive"),  # the seeds do not agree
+        ((1e0, 1e0), (1e-2, 1e-2), "inconclusive"),  # 100 times, which half a step on either side makes 10 to 1000
+        ((1e2, 1e2), (1e2, 1e2), "inconclusive"),  # both at the end of the sweep: beyond it nothing is known
+        ((1e2, 1e2), (1e-1, 1e-1), "supported"),  # at the end, and if it is beyond, so much the more
+        ((1e2, 1e2), (1e0, 1e0), "inconclusive"),
     ],
 )
 def test_a_shift_is_judged_by_the_best_rates_of_each_seed(
@@ -122,10 +127,10 @@ def test_a_shift_is_judged_by_the_best_rates_of_each_seed(
 
 
 def test_a_shift_at_the_boundary_is_none_and_a_missing_run_leaves_it_open() -> None:
-    bar = Claim(**{**vars(SHIFTS), "expect": (Shifts("low", 6, than="high", by=10.0),)})
+    bar = Claim(**{**vars(SHIFTS), "expect": (Shifts("low", 6, than="high", by=10.0),)})  # a step
 
     def make(cell: Cell) -> Any:
-        return record(1.0 if cell.lr == (1e-1 if cell.arm == "low" else 1e-2) else 0.5)
+        return record(1.0 if cell.lr == 1e-2 else 0.5)
 
     assert judge(bar, "cpu", results(bar, "cpu", make)).verdict == "refuted"
     lost = [Result(r.cell, None if r.cell.seed else r.record) for r in results(bar, "cpu", make)]

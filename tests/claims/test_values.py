@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_control_that_fails_leaves_everything_open() -> None:
     own = claim(Value("ln", "error", above=1.5), control=[Value("rms", "error", above=1.5)])
     found = judge(own, "cpu", results(own, "cpu", of({"ln": [9.0] * 3} | ONE)))
     assert found.verdict == "inconclusive"
-    assert "the control failed: error (above 1.5 expected): RMSNorm 1" in found.headline
+    assert "the control does not hold: error (above 1.5 expected): 1 (RMSNorm)" in found.headline
 
 
 def test_the_numbers_of_all_arms_are_told_and_expectations_are_sentences() -> None:
@@ -120,8 +121,49 @@ def test_the_headline_names_a_number_and_its_bar_once() -> None:
     own = claim(Value("ln", "error", above=1.5), Value("rms", "error", above=1.5), Value("rms", "error", below=2))
     found = judge(own, "cpu", results(own, "cpu", of({"ln": [1.2] * 3} | ONE)))
     assert found.headline == (
-        "REFUTED - error (above 1.5 expected): LayerNorm 1.2, RMSNorm 1; supported: error (below 2 expected): RMSNorm 1"
+        "REFUTED - error (above 1.5 expected): 1.2 (LayerNorm), 1 (RMSNorm); "
+        "supported: error (below 2 expected): 1 (RMSNorm)"
     )
+
+
+def test_a_headline_counts_what_many_others_say() -> None:
+    own = claim(Value("ln", "error", above=1.5), *[Value("rms", "error", below=2.0 + n) for n in range(5)])
+    found = judge(own, "cpu", results(own, "cpu", of({"ln": [1.2] * 3} | ONE)))
+    assert found.headline == "REFUTED - error (above 1.5 expected): 1.2 (LayerNorm); supported: 5 others"
+
+
+def test_numbers_that_nothing_is_expected_of_are_told_too() -> None:
+    own = replace(claim(Value("ln", "error", above=1.5)), numbers={"error": "error", "rows": "bad rows"})
+    made = results(own, "cpu", lambda cell: measurement({"error": 1.0, "rows": 0.5}))
+    found = {item.label: item.value for item in judge(own, "cpu", made).measured}
+    assert found == {f"{arm}: {name}": v for name, v in (("error", 1.0), ("bad rows", 0.5)) for arm in own.labels.values()}
+
+
+@pytest.mark.parametrize(
+    ("ln", "rms", "said"),
+    [
+        ([0.5, 0.6, 0.7], [None, None, None], "supported"),  # None: the run broke off
+        ([None, None, None], [0.5, 0.6, 0.7], "refuted"),
+        ([0.5, 0.6, 0.7], [0.4, None, 0.5], "supported"),  # better in every seed
+        ([0.5, 0.6, 0.7], [0.6, None, 0.8], "inconclusive"),
+        ([None, None, None], [None, None, None], "inconclusive"),
+        ([0.5, 0.6, "lost"], [None, None, None], "inconclusive"),
+    ],
+)
+def test_divergence_is_a_measurement(ln: list[Any], rms: list[Any], said: str) -> None:
+    """A run that broke off has learnt less than any that did not; the seeds have to agree, since there is no mean."""
+    own = replace(claim(Value("ln", "gap", above=0, than="rms", compare="difference")), measure=None)
+    own = replace(own, base={"train.steps": 9, "train.optim.lr": 1e-3}, numbers={"gap": "gap"})
+
+    def make(cell: Cell) -> Any:
+        gap = (ln if cell.arm == "ln" else rms)[cell.seed]
+        if gap == "lost":
+            return None
+        return record(outcome="nan") if gap is None else record(gap, numbers={"gap": gap})
+
+    found = judge(own, "cpu", results(own, "cpu", make))
+    assert found.verdict == said, found.headline
+    assert "inf" not in found.headline
 
 
 def test_numbers_of_trainings_are_their_last_first_or_largest() -> None:

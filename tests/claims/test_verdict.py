@@ -132,7 +132,7 @@ def test_what_should_train_is_refuted_by_a_death_that_lasts(low: Any, verdict: s
 def test_a_failed_control_makes_everything_inconclusive(made: RunRecord | None) -> None:
     judgement = verdict_of(but(lambda cell: cell.role == "control" and cell.seed == 1, made))
     assert judgement.verdict == "inconclusive"
-    assert judgement.headline.startswith("INCONCLUSIVE - the control failed: Post-Norm ")
+    assert judgement.headline.startswith("INCONCLUSIVE - the control does not hold: Post-Norm ")
 
 
 def test_a_failed_control_also_takes_back_a_refutation() -> None:

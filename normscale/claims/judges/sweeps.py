@@ -1,7 +1,7 @@
 """The sensitivity of a model to its learning rate, and its best one: the judges of `Sensitive` and `Shifts`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from normscale.claims.claim import Claim, Verdict
 from normscale.claims.expect import Sensitive, Shifts
@@ -62,11 +62,13 @@ def judge_shifts(claim: Claim, expectation: Shifts, results: Sequence[Result]) -
         return Part(says, "inconclusive", brief, f"{detail}: a missing run is no measurement", topic)
     if estimate.lo is None or estimate.hi is None:
         return Part(says, "inconclusive", f"{brief} (one seed has no interval)", detail, topic)
-    bar, lo, hi = math.log(expectation.by), math.log(estimate.lo), math.log(estimate.hi)
-    if lo > bar + ROUNDING or hi < -bar - ROUNDING:
-        return Part(says, "supported", brief, detail, topic)
-    inside = -bar - ROUNDING <= lo and hi <= bar + ROUNDING
-    return Part(says, "refuted" if inside else "inconclusive", f"{brief} ({spread(estimate)})", detail, topic)
+    lo, hi = _bounds(claim.rates, own, other, estimate.lo, estimate.hi)
+    bounds = f"by the steps of the sweep {lo:.3g}..{hi:.3g}"
+    if lo > expectation.by + ROUNDING or hi < 1 / expectation.by - ROUNDING:
+        return Part(says, "supported", brief, f"{detail}; {bounds}", topic)
+    inside = 1 / expectation.by - ROUNDING <= lo and hi <= expectation.by + ROUNDING
+    verdict: Verdict = "refuted" if inside else "inconclusive"
+    return Part(says, verdict, f"{brief} ({bounds})", f"{detail}; {bounds}", topic)
 
 
 def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
@@ -110,6 +112,23 @@ def best_rates(claim: Claim, arm: str, depth: int, results: Sequence[Result]) ->
         known = {rate: loss for rate, loss in losses.items() if loss is not None}
         best[seed] = min(known, key=known.__getitem__) if len(known) == len(claim.rates) else None
     return best
+
+
+def _bounds(
+    rates: Sequence[float],
+    own: Mapping[int, float | None],
+    other: Mapping[int, float | None],
+    lo: float,
+    hi: float,
+) -> tuple[float, float]:
+    """Returns the interval of a ratio of best rates, widened by what a sweep cannot see.
+
+    Each best rate may be half a step off, and one at an end of the sweep may be any rate beyond.
+    """
+    step = (max(rates) / min(rates)) ** (1 / (len(rates) - 1))
+    open_below = min(rates) in own.values() or max(rates) in other.values()
+    open_above = max(rates) in own.values() or min(rates) in other.values()
+    return 0.0 if open_below else lo / step, math.inf if open_above else hi * step
 
 
 def _swept(arm: str, depth: int, results: Sequence[Result]) -> dict[int, dict[float, float | None]]:

@@ -1,7 +1,8 @@
 """Any number of a run, as a mean over seeds: the judge of `Value`.
 
 Supported when the whole 95 % interval lies strictly beyond the bar, or strictly between the two; refuted when the
-whole of it lies on the other side of one of them, the bar included; else inconclusive.
+whole of it lies on the other side of one of them, the bar included; else inconclusive. Where runs broke off, and the
+number is the worst there is, there is no mean: then all seeds have to lie on that side.
 """
 
 import math
@@ -34,6 +35,8 @@ def judge_value(claim: Claim, expectation: Value, results: Sequence[Result]) -> 
         return Part(says, "not run", f"{subject}: not measured", "no run of this profile has it")
     topic, brief = f"{_number(claim, expectation)} ({_bars(expectation)} expected)", _who(claim, expectation)
     counted = f"{len(known)} of {len(values)} {'pairs of runs' if expectation.than else 'runs'}"
+    if any(map(math.isinf, known)) and not any(map(math.isnan, known)):
+        return _with_divergence(expectation, values, known, says, counted, brief, topic)
     estimate = _estimate(expectation, known)
     if estimate is None:
         odd = "not finite" if not all(map(math.isfinite, known)) else "zero or negative, so that there is no ratio"
@@ -41,16 +44,37 @@ def judge_value(claim: Claim, expectation: Value, results: Sequence[Result]) -> 
     told = f"{estimate.value:.3g}"
     detail = f"{told}{_spread(estimate) or ' (one run)'}, {counted}"
     if len(known) < len(values):
-        return Part(says, "inconclusive", f"{brief} {told}", f"{detail}: a missing run is no measurement", topic)
+        return Part(says, "inconclusive", f"{told} ({brief})", f"{detail}: a missing run is no measurement", topic)
     if estimate.lo is None or estimate.hi is None:
-        return Part(says, "inconclusive", f"{brief} {told} (one seed has no interval)", detail, topic)
+        return Part(says, "inconclusive", f"{told} ({brief}; one seed has no interval)", detail, topic)
     verdict = _verdict(expectation, estimate.lo, estimate.hi)
-    spread = _spread(estimate) if verdict == "inconclusive" else ""
-    return Part(says, verdict, f"{brief} {told}{spread}", detail, topic)
+    spread = f"{_interval(estimate)}; " if verdict == "inconclusive" else ""
+    return Part(says, verdict, f"{told} ({spread}{brief})", detail, topic)
+
+
+def _with_divergence(
+    expectation: Value,
+    values: Sequence[float | None],
+    known: Sequence[float],
+    says: str,
+    counted: str,
+    brief: str,
+    topic: str,
+) -> Part:
+    """Returns the part where some runs broke off, all of one arm if it compares two."""
+    told = f"{sum(map(math.isinf, known))} of {len(known)} diverged"
+    detail = f"{told}, the others {', '.join(f'{v:.3g}' for v in known if math.isfinite(v)) or 'none'}; {counted}"
+    verdict: Verdict = "inconclusive"
+    if len(known) == len(values) and len(known) > 1:
+        verdict = _verdict(expectation, min(known), max(known))
+    return Part(says, verdict, f"{told} ({brief})", detail, topic)
 
 
 def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
-    """Returns what the `Value` expectations look at, then the same numbers of every other arm."""
+    """Returns what the `Value` expectations look at, then the same numbers of every other arm.
+
+    And those numbers of the claim that no expectation looks at, as they are at the end.
+    """
     found: dict[str, Measured] = {}
     expectations = [e for e in (*claim.expect, *claim.control) if isinstance(e, Value)]
     for expectation in expectations:
@@ -60,7 +84,9 @@ def measure(claim: Claim, results: Sequence[Result]) -> list[Measured]:
                 name_of(expectation), _subject(claim, expectation), estimate, _unit(expectation)
             )
     depths = {arm: sorted({r.cell.depth for r in results if r.cell.arm == arm}) for arm in claim.arms}
-    for number, when in dict.fromkeys((e.number, e.when) for e in expectations):
+    judged = dict.fromkeys((e.number, e.when) for e in expectations)
+    beside: dict[tuple[str, When], None] = {(n, "last"): None for n in claim.numbers if n not in {n for n, _ in judged}}
+    for number, when in judged | beside:
         for alone in (Value(arm, number, at=depth, when=when) for arm in claim.arms for depth in depths[arm]):
             known = [value for value in values_of(alone, results) if value is not None]
             if known and name_of(alone) not in found and (estimate := _estimate(alone, known)) is not None:
@@ -115,11 +141,11 @@ def _estimate(expectation: Value, known: Sequence[float]) -> Estimate | None:
 
 
 def _verdict(expectation: Value, lo: float, hi: float) -> Verdict:
-    above = -math.inf if expectation.above is None else expectation.above
-    below = math.inf if expectation.below is None else expectation.below
-    if above < lo and hi < below:
+    above, below = expectation.above, expectation.below
+    if (above is None or above < lo) and (below is None or hi < below):
         return "supported"
-    return "refuted" if hi <= above or lo >= below else "inconclusive"
+    wrong = (above is not None and hi <= above) or (below is not None and lo >= below)
+    return "refuted" if wrong else "inconclusive"
 
 
 def _subject(claim: Claim, expectation: Value) -> str:
@@ -164,7 +190,9 @@ def _unit(expectation: Value) -> str:
     return "1" if expectation.than is not None and expectation.compare == "ratio" else ""
 
 
+def _interval(estimate: Estimate) -> str:
+    return f"95 % {estimate.lo:.3g}..{estimate.hi:.3g}"
+
+
 def _spread(estimate: Estimate) -> str:
-    if estimate.lo is None or estimate.hi is None:
-        return ""
-    return f" (95 % {estimate.lo:.3g}..{estimate.hi:.3g})"
+    return "" if estimate.lo is None or estimate.hi is None else f" ({_interval(estimate)})"
