@@ -24,7 +24,7 @@ th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);vertical-align:top
 .badge{border-radius:4px;padding:.1rem .5rem;color:#fff;background:#6e7781;font-size:.8rem;white-space:nowrap}
 .badge.supported{background:#1a7f37} .badge.refuted{background:#b42318} .badge.inconclusive{background:#8a5d00}
 .trained{color:var(--good)} .stuck,.diverged{color:var(--bad)} .undecided{color:var(--open)} .missing{color:var(--none)}
-@media (min-width:601px){.expected td:last-child{width:45%}}
+@media (min-width:601px){.expected td:last-child{width:45%} .claims td:first-child{white-space:nowrap}}
 .wide{overflow-x:auto;background:linear-gradient(90deg,var(--paper) 30%,transparent) 0/2rem 100%,
 linear-gradient(270deg,var(--paper) 30%,transparent) 100%/2rem 100%,
 linear-gradient(90deg,var(--line),transparent) 0/.8rem 100%,

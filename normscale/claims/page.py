@@ -34,7 +34,7 @@ def page(claims: Sequence["Reported"], date: str) -> str:
         f"<p>Each claim below is a statement of a paper or an article. {WRITTEN_BEFORE} The verdict is what the "
         "numbers say. <em>Inconclusive</em> means that the runs cannot tell, "
         "<em>not run</em> that there are none, <em>smoke</em> that they only show that the code runs.</p>",
-        table(["claim", "what it says, and in numbers"], rows),
+        f'<div class="claims">{table(["claim", "what it says, and in numbers"], rows)}</div>',
         *_not_run(claims),
         *[_section(reported) for reported in claims],
         _reading(),

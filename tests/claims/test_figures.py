@@ -6,9 +6,9 @@ from matplotlib.figure import Figure
 
 from normscale.claims.claim import Cell, Claim
 from normscale.claims.discover import list_claims
-from normscale.claims.figures import common, drawing, gap, growth, slopes
+from normscale.claims.figures import common, drawing, gap, growth, slopes, values
 from normscale.tracking.reader import RunRecord
-from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, record, results
+from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, measurement, record, results
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS: dict[str, Claim] = {claim.id: claim for claim in list_claims(ROOT / "experiments")}
@@ -25,7 +25,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
         kept.append(new(width, height))
         return kept[-1]
 
-    for kind in (gap, slopes, growth):
+    for kind in (gap, slopes, growth, values):
         monkeypatch.setattr(kind, "new", keep)
     return kept
 
@@ -133,6 +133,33 @@ def test_the_growth_figure_has_a_panel_for_each_array_and_only_layers_that_were_
         "DeepNorm, 24 blocks",
         "Post-Norm, 12 blocks",
     ]
+
+
+def test_the_figure_of_numbers_shows_where_each_arm_was_expected(tmp_path: Path, drawn: list[Figure]) -> None:
+    claim = CLAIMS["ln-lossy"]
+    made = {"ln": 1e-6, "rms": 0.8}
+    numbers = lambda cell: measurement({"mean": made[cell.arm], "mean_share": made[cell.arm]})  # noqa: E731
+    assert drawing.draw(claim, results(claim, "cpu", numbers), tmp_path / "values.png")
+    axes = drawn[0].axes[0]
+    assert axes.get_xscale() == "log"  # from a millionth to nearly 1
+    low, high = axes.get_xlim()
+    assert low < 1e-6
+    assert high > 0.8
+    below, above = ([*band.get_paths()[0].get_extents().extents] for band in axes.collections)
+    assert below == pytest.approx([low, -0.42, 0.1, 0.42])  # LayerNorm's row, below 0.1
+    assert above == pytest.approx([0.5, 0.58, high, 1.42])  # RMSNorm's, above 0.5
+    titles = [panel.get_title(loc="left") for panel in drawn[0].axes]
+    assert all(len(line) <= values.WRAP for title in titles for line in title.splitlines())
+
+
+def test_an_axis_of_numbers_has_its_zeros_and_ticks_that_can_be_read(tmp_path: Path, drawn: list[Figure]) -> None:
+    claim = CLAIMS["ln-lossy"]
+    made = {"ln": 0.0, "rms": 0.8}
+    numbers = lambda cell: measurement({"mean": made[cell.arm], "mean_share": 0.5})  # noqa: E731
+    assert drawing.draw(claim, results(claim, "cpu", numbers), tmp_path / "values.png")
+    low, _ = drawn[0].axes[0].get_xlim()
+    assert low <= 0.0  # of a number that is zero
+    assert all(len(panel.get_xticks()) < 12 for panel in drawn[0].axes)
 
 
 def test_a_mixed_figure_shows_slopes_and_who_trains(tmp_path: Path, drawn: list[Figure]) -> None:

@@ -136,7 +136,9 @@ def test_numbers_that_nothing_is_expected_of_are_told_too() -> None:
     own = replace(claim(Value("ln", "error", above=1.5)), numbers={"error": "error", "rows": "bad rows"})
     made = results(own, "cpu", lambda cell: measurement({"error": 1.0, "rows": 0.5}))
     found = {item.label: item.value for item in judge(own, "cpu", made).measured}
-    assert found == {f"{arm}: {name}": v for name, v in (("error", 1.0), ("bad rows", 0.5)) for arm in own.labels.values()}
+    assert found == {
+        f"{arm}: {name}": v for name, v in (("error", 1.0), ("bad rows", 0.5)) for arm in own.labels.values()
+    }
 
 
 @pytest.mark.parametrize(

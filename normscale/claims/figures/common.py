@@ -1,5 +1,6 @@
 """What the figures of claims share: colours, marks, axes."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,26 @@ def log_scale(axes: "Axes") -> None:
     if high / low < 30:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def value_axis(axes: "Axes", smallest: float, least: float, largest: float) -> None:
+    """Gives the axis of numbers from 0 on, of which the least above 0 is `least`, a logarithmic scale, with 0 on it."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    decade = 10 ** math.floor(math.log10(least))
+    if smallest > 0:
+        axes.set_xscale("log")
+        axes.set_xlim(least / 1.5, largest * 1.5)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_xscale("symlog", linthresh=decade, linscale=0.5)
+        axes.set_xlim(-0.3 * decade, largest * 1.5)
+        axes.xaxis.set_minor_locator(NullLocator())
+        powers = range(round(math.log10(decade)), math.floor(math.log10(largest * 1.5)) + 1)
+        axes.set_xticks([0.0, *(10.0**power for power in list(powers)[:: -(-len(powers) // 6)])])
+    if smallest > 0 and largest / least < 1e3:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def plain(axes: "Axes") -> None:

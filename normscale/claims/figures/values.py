@@ -1,12 +1,13 @@
-"""Numbers arm by arm: every seed as a dot, the mean with its 95 % interval, the bars that were expected."""
+"""Numbers arm by arm: every seed as a dot, the mean with its 95 % interval, and where it was expected."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from normscale.claims.claim import Claim
 from normscale.claims.expect import Value
-from normscale.claims.figures.common import GREY, colour, new, plain
+from normscale.claims.figures.common import GREY, colour, new, plain, value_axis
 from normscale.claims.fit import mean
 from normscale.claims.judges.values import WHEN, values_of
 from normscale.claims.results import Result
@@ -18,9 +19,15 @@ if TYPE_CHECKING:
 COLUMNS, PANELS = 2, 6
 ROW_IN, AROUND_IN = 0.28, 1.1  # inches: of one arm, and around a panel
 DECADES = 1.5  # from this spread on the axis is logarithmic
+WRAP = 40  # letters of a line of a panel's title: labels of arms take room from it
+EXPECTED = "#2e9e5b"
 
-Rows = list[tuple[str, str, list[float]]]
-"""(arm, its label, one number for each seed)"""
+Bars = list[tuple[str, int, float | None, float | None]]
+"""(arm, depth, above, below) of each expectation about a number itself; where two numbers are compared there is no such
+place."""
+
+Rows = list[tuple[str, int, str, list[float]]]
+"""(arm, depth, its label, one number for each seed)"""
 
 
 def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
@@ -33,13 +40,18 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
         return None
     lines = -(-len(panels) // COLUMNS)
     most = max(len(rows) for _, _, rows in panels)
-    figure = new(6.2 * min(COLUMNS, len(panels)) + 1.5, lines * (AROUND_IN + ROW_IN * most))
+    figure = new(6.2 * min(COLUMNS, len(panels)) + 1.5, lines * (AROUND_IN + ROW_IN * most) + 0.3)
+    expected = False
     for place, (number, when, rows) in enumerate(panels):
         axes = figure.add_subplot(lines, min(COLUMNS, len(panels)), place + 1)
         bars = [(e.arm, e.at, e.above, e.below) for e in judged if (e.number, e.when, e.than) == (number, when, None)]
-        _panel(axes, claim, rows, [bar for _, _, *both in bars for bar in both if bar is not None])
+        _panel(axes, claim, rows, bars)
+        expected = expected or bool(bars)
         title = claim.numbers.get(number, number) + WHEN[when]
-        axes.set_title(title[:1].upper() + title[1:], loc="left", fontsize=11)
+        axes.set_title("\n".join(textwrap.wrap(title[:1].upper() + title[1:], WRAP)), loc="left", fontsize=11)
+    said = "Circles: one seed each. Bar: mean and 95 % interval."
+    said += " Green: where it was expected." if expected else ""
+    figure.supxlabel(said, fontsize=9, color=GREY, x=0.01, ha="left")
     return figure
 
 
@@ -50,22 +62,39 @@ def _rows(claim: Claim, results: Sequence[Result], wanted: Value) -> Rows:
             at = Value(arm, wanted.number, at=depth, when=wanted.when)
             known = [value for value in values_of(at, results) if value is not None and math.isfinite(value)]
             if known:
-                rows.append((arm, f"{label}, {depth} blocks" if depth else label, known))
+                rows.append((arm, depth, f"{label}, {depth} blocks" if depth else label, known))
     return rows
 
 
-def _panel(axes: "Axes", claim: Claim, rows: Rows, bars: Sequence[float]) -> None:
-    shown = [value for _, _, values in rows for value in values]
-    for y, (arm, _, values) in enumerate(rows):
+def _panel(axes: "Axes", claim: Claim, rows: Rows, bars: Bars) -> None:
+    for y, (arm, _, _, values) in enumerate(rows):
         ink, middle = colour(claim, arm), mean(values)
         axes.plot(values, [y] * len(values), "o", ms=5, mfc="none", mec=ink, mew=1.1)
         if middle.lo is not None and middle.hi is not None:
             axes.plot([middle.lo, middle.hi], [y, y], color=ink, lw=1.6)
         axes.plot(middle.value, y, "|", ms=11, mec=ink, mew=2)
-    for bar in dict.fromkeys(bars):
-        axes.axvline(bar, color=GREY, lw=0.9, ls=":")
-    if min(shown) > 0 and max(shown) / min(shown) > 10**DECADES and all(bar > 0 for bar in bars):
-        axes.set_xscale("log")
-    axes.set_yticks(range(len(rows)), [label for _, label, _ in rows])
+    own = {(arm, depth): y for y, (arm, depth, _, _) in enumerate(rows)}
+    edges = [bar for arm, at, *both in bars if (arm, at) in own for bar in both if bar is not None]
+    _scale(axes, [value for _, _, _, values in rows for value in values], edges)
+    low, high = axes.get_xlim()
+    for arm, at, above, below in bars:
+        if (arm, at) in own:
+            y, left, right = own[arm, at], low if above is None else above, high if below is None else below
+            axes.fill_betweenx([y - 0.42, y + 0.42], left, right, color=EXPECTED, alpha=0.16, lw=0)
+            for bar in (bar for bar in (above, below) if bar is not None):
+                axes.plot([bar, bar], [y - 0.42, y + 0.42], color=EXPECTED, lw=1.2)
+    axes.set_xlim(low, high)
+    axes.set_yticks(range(len(rows)), [label for _, _, label, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     plain(axes)
+
+
+def _scale(axes: "Axes", shown: Sequence[float], edges: Sequence[float]) -> None:
+    """Gives the axis room for numbers and edges, and a logarithm where they are of many sizes."""
+    everything = [*shown, *edges]
+    sizes = [abs(value) for value in everything if value]
+    if min(everything) >= 0 and sizes and max(sizes) / min(sizes) > 10**DECADES:
+        value_axis(axes, min(everything), min(sizes), max(sizes))
+        return
+    room = 0.06 * (max(everything) - min(everything)) or abs(max(everything)) * 0.06 or 1.0
+    axes.set_xlim(min(everything) - room, max(everything) + room)
