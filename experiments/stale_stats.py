@@ -3,7 +3,8 @@
 A practitioner's article advises it: over the micro-batches of one step the statistics need not be computed again. It
 gives no number; "may" is read as: the output changes by less than 5 %, as a root mean square, when the statistics are
 those of the micro-batch before, position by position, or their mean over its positions. At initialisation, where a
-model has not yet learnt to make its rows differ.
+model has not yet learnt to make its rows differ. The control takes them over from the same micro-batch, in the same
+way: it must change nothing.
 """
 
 from normscale.claims.claim import Claim
@@ -14,7 +15,7 @@ NORMS = {"ln": "layernorm", "rms": "rmsnorm"}
 SAID = {
     "ln": "LayerNorm",
     "rms": "RMSNorm",
-    "recompute": "its own",
+    "recompute": "of the same micro-batch",
     "before": "those before",
     "average": "their mean before",
 }

@@ -22,7 +22,8 @@ def measure(seed: int, norm: NormName, reuse: Reuse, scheme: str = "pre") -> dic
 
     - `output_error`: the root mean square change of the norms' output, over its size, when the mean and the mean
       square of each position are those that this position (sequence and token) had in the micro-batch before
-      (`before`), or their mean over all positions there (`average`), instead of its own (`recompute`);
+      (`before`), or their mean over all positions there (`average`), instead of its own. `recompute` is `before` where
+      the micro-batch before is this very one: what the way of taking statistics over costs by itself;
     - `scatter`: the standard deviation over positions of the root of the statistics, over its mean.
     """
     settings = {"model.scheme": scheme, "model.norm": norm, "model.M": BLOCKS, "train.batch": BATCH, "seed": seed}
@@ -37,7 +38,7 @@ def measure(seed: int, norm: NormName, reuse: Reuse, scheme: str = "pre") -> dic
     hooks = [module.register_forward_pre_hook(look) for module in model.modules() if hasattr(module, "eps_tensor")]
     batches = Batches(task.train, batch=BATCH, seed=seed)
     with torch.no_grad():
-        for window in range(2):
+        for window in (1, 1) if reuse == "recompute" else (0, 1):
             seen.append([])
             batch = batches.window(window)[0]
             model(batch.tokens_BT, **batch.beside)
@@ -50,8 +51,6 @@ def measure(seed: int, norm: NormName, reuse: Reuse, scheme: str = "pre") -> dic
         old_mean, old_power = _statistics(norm, before)
         if reuse == "average":
             old_mean, old_power = old_mean.mean(), old_power.mean()
-        if reuse == "recompute":
-            old_mean, old_power = mean, power
         errors.append(apart((x - old_mean) * torch.rsqrt(old_power + CLOSE), truth))
         scatters.append(float(power.sqrt().std() / power.sqrt().mean()))
     return {"output_error": sum(errors) / len(errors), "scatter": sum(scatters) / len(scatters)}
