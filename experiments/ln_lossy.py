@@ -3,14 +3,15 @@
 From an article on the evolution of norms. Measured as how much of the variance of the input's mean the best linear map
 of the output explains, on rows that it was not fitted to: below 0.1 is destroyed, above 0.5 kept. Rows differ in size,
 too, by a factor of up to 4, since a norm that kept the mean of rows of one size alone would keep little. The mean over
-the row's RMS, which does not mind the size, stands beside it and is judged by the same bars.
+the row's RMS, which does not mind the size, stands beside it and is judged by the same bars. The control is the input itself: its
+mean is there, and the same map has to find it.
 """
 
 from normscale.claims.claim import Claim
 from normscale.claims.expect import Value
 from normscale.claims.protocol import measured
 
-ARMS = {"ln": {"norm": "layernorm"}, "rms": {"norm": "rmsnorm"}}
+ARMS = {"ln": {"norm": "layernorm"}, "rms": {"norm": "rmsnorm"}, "none": {"norm": "none"}}
 
 CLAIM = Claim(
     id="ln-lossy",
@@ -19,13 +20,13 @@ CLAIM = Claim(
     family="signals",
     base={"width": 64},
     arms=ARMS,
-    labels={"ln": "LayerNorm", "rms": "RMSNorm"},
+    labels={"ln": "LayerNorm", "rms": "RMSNorm", "none": "no norm"},
     measure="ln_lossy",
     numbers={
         "mean": "share of the mean's variance that the output tells",
         "mean_share": "share of the variance of mean over RMS that the output tells",
     },
-    control=(),
+    control=(Value("none", "mean", above=0.99),),
     expect=(
         Value("ln", "mean", below=0.1),
         Value("ln", "mean_share", below=0.1),

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from normscale.measures._rows import NormName, normed, rows
+from normscale.measures._rows import Form, formed, rows
 
 ROWS = 4096
 
 
-def measure(seed: int, norm: NormName, width: int, eps: float = 1e-5) -> dict[str, float]:
+def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, float]:
     """Returns R^2 on held-out rows of the best linear prediction of the row's mean, and of its mean over its RMS.
 
     Rows are normal, of unit variance about a mean that is itself normal with deviation 1, and scaled by a factor from
@@ -18,7 +18,7 @@ def measure(seed: int, norm: NormName, width: int, eps: float = 1e-5) -> dict[st
     mean = torch.randn(2 * ROWS, 1, generator=generator, dtype=torch.float64)
     scale = 2 ** (2 * torch.rand(2 * ROWS, 1, generator=generator, dtype=torch.float64) - 1)
     x = scale * (mean + rows(seed, 2 * ROWS, width))
-    y = normed(norm, x, eps)
+    y = formed(norm, x, eps)
     own = x.mean(-1)
     targets = {"mean": own, "mean_share": own / x.square().mean(-1).sqrt(), "size": scale[:, 0].log()}
     return {name: _explained(y, target) for name, target in targets.items()}
