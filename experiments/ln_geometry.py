@@ -3,7 +3,8 @@
 Two articles say this about LayerNorm without gain and bias. As numbers: all outputs have one length (spread below 1 %),
 that length is 1 (within 1 %), also for inputs as small as sqrt(eps); it is additive (within 1 %), and distinct inputs
 have distinct outputs (x and 3 x apart by over 1 %), without which no continuous map leads back. RMSNorm stands beside
-it.
+it. The controls have what is claimed: a row divided by its length is on the unit sphere, a row less its mean is a
+linear map of it, and tells x from 3 x.
 """
 
 from normscale.claims.claim import Claim
@@ -14,8 +15,8 @@ ARMS = {
     f"{short}-{width}": {"norm": norm, "width": width}
     for short, norm in (("ln", "layernorm"), ("rms", "rmsnorm"))
     for width in (64, 1024)
-}
-SAID = {"ln": "LayerNorm", "rms": "RMSNorm"}
+} | {"unit-64": {"norm": "unit", "width": 64}, "centred-64": {"norm": "centred", "width": 64}}
+SAID = {"ln": "LayerNorm", "rms": "RMSNorm", "unit": "divided by its length", "centred": "less its mean"}
 
 CLAIM = Claim(
     id="ln-geometry",
@@ -33,7 +34,11 @@ CLAIM = Claim(
         "additivity": "|Norm(x + y) - Norm(x) - Norm(y)| over |Norm(x + y)|",
         "collapse": "distance of Norm(x) and Norm(3 x)",
     },
-    control=(),
+    control=(
+        Value("unit-64", "unit_distance", below=0.01),
+        Value("centred-64", "additivity", below=0.01),
+        Value("centred-64", "collapse", above=0.01),
+    ),
     expect=tuple(
         expectation
         for arm in ("ln-64", "ln-1024")

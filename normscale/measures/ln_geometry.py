@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from normscale.measures._rows import NormName, normed, rows, size
+from normscale.measures._rows import Form, formed, rows, size
 
 ROWS = 256
 
 
-def measure(seed: int, norm: NormName, width: int, eps: float = 1e-5) -> dict[str, float]:
+def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, float]:
     """Returns, over random rows x and y of unit variance in fp64:
 
     - `length`: mean of |Norm(x)| / sqrt(width); `length_spread`: the standard deviation of |Norm(x)|, in means;
@@ -20,7 +20,7 @@ def measure(seed: int, norm: NormName, width: int, eps: float = 1e-5) -> dict[st
     x, y = both[:ROWS], both[ROWS:]
 
     def of(x: Tensor) -> Tensor:
-        return normed(norm, x, eps)
+        return formed(norm, x, eps)
 
     length = size(of(x))
     return {
