@@ -8,8 +8,6 @@ from torch import Tensor
 from normscale.ops.norm import layernorm, rmsnorm
 
 NormName = Literal["layernorm", "rmsnorm"]
-Form = Literal["layernorm", "rmsnorm", "none", "centred", "unit"]
-"""A norm, or what stands beside it: nothing at all, the mean taken out, the length made 1."""
 
 
 def rows(seed: int, count: int, width: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -27,20 +25,6 @@ def normed(norm: NormName, x: Tensor, eps: float) -> Tensor:
     Shape: x [..., D]; result [..., D].
     """
     return layernorm(x, None, None, eps) if norm == "layernorm" else rmsnorm(x, None, eps)
-
-
-def formed(form: Form, x: Tensor, eps: float) -> Tensor:
-    """Returns a norm of rows, or what stands beside it.
-
-    Shape: x [..., D]; result [..., D].
-    """
-    if form == "none":
-        return x
-    if form == "centred":
-        return x - x.mean(-1, keepdim=True)
-    if form == "unit":
-        return x / size(x)[..., None]
-    return normed(form, x, eps)
 
 
 def size(x: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
 """Where a norm without gain and bias puts vectors, and which properties of a linear map it has."""
 
+from typing import Literal
+
 from torch import Tensor
 
-from normscale.measures._rows import Form, formed, rows, size
+from normscale.measures._rows import NormName, normed, rows, size
 
 ROWS = 256
+
+Form = NormName | Literal["unit", "centred"]
+"""A norm, a row over its length, a row less its mean."""
 
 
 def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, float]:
@@ -20,7 +25,11 @@ def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, f
     x, y = both[:ROWS], both[ROWS:]
 
     def of(x: Tensor) -> Tensor:
-        return formed(norm, x, eps)
+        if norm == "unit":
+            return x / size(x)[:, None]
+        if norm == "centred":
+            return x - x.mean(-1, keepdim=True)
+        return normed(norm, x, eps)
 
     length = size(of(x))
     return {

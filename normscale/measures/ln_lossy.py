@@ -1,14 +1,16 @@
 """How well the mean, and the size, of a row can be told from its normalised form."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from normscale.measures._rows import Form, formed, rows
+from normscale.measures._rows import NormName, normed, rows
 
 ROWS = 4096
 
 
-def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, float]:
+def measure(seed: int, norm: NormName | Literal["none"], width: int, eps: float = 1e-5) -> dict[str, float]:
     """Returns R^2 on held-out rows of the best linear prediction of the row's mean, and of its mean over its RMS.
 
     Rows are normal, of unit variance about a mean that is itself normal with deviation 1, and scaled by a factor from
@@ -18,7 +20,7 @@ def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, f
     mean = torch.randn(2 * ROWS, 1, generator=generator, dtype=torch.float64)
     scale = 2 ** (2 * torch.rand(2 * ROWS, 1, generator=generator, dtype=torch.float64) - 1)
     x = scale * (mean + rows(seed, 2 * ROWS, width))
-    y = formed(norm, x, eps)
+    y = x if norm == "none" else normed(norm, x, eps)
     own = x.mean(-1)
     targets = {"mean": own, "mean_share": own / x.square().mean(-1).sqrt(), "size": scale[:, 0].log()}
     return {name: _explained(y, target) for name, target in targets.items()}

@@ -42,11 +42,20 @@ def test_geometry_of_the_sphere() -> None:
     assert small == pytest.approx(math.sqrt(0.5), abs=0.01)
 
 
+def test_geometry_of_what_the_norms_are_said_to_be() -> None:
+    unit, centred = ln_geometry.measure(0, "unit", 64), ln_geometry.measure(0, "centred", 64)
+    assert unit["unit_distance"] < 1e-12
+    assert centred["additivity"] < 1e-12
+    assert centred["collapse"] == pytest.approx(2)  # |x - 3 x| / |x|
+    assert centred["unit_distance"] > 1
+
+
 def test_a_mean_is_told_by_what_keeps_it() -> None:
     kept, lost = ln_lossy.measure(0, "rmsnorm", 16), ln_lossy.measure(0, "layernorm", 16)
     assert kept["mean_share"] > 0.99
     assert lost["mean"] < 0.05
     assert lost["mean_share"] < 0.05
+    assert ln_lossy.measure(0, "none", 16)["mean"] > 0.999
 
 
 @pytest.mark.parametrize(("eps", "gain"), [(1e-4, 100.0), (1e-8, 1e4)])
