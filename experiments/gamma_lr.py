@@ -44,8 +44,8 @@ CLAIM = Claim(
     how=(
         f"Models of {BLOCKS} blocks (width 64, 64 tokens of context, batch 8) read source text for {STEPS} Adam steps "
         f"at each of five peak rates (warm-up over {WARMUP}, then half a cosine), with the gains of all norms from "
-        f"1/4, from 1 and from 4. The best rate is that of the lowest held-out loss. Models with gains from 1 at {RATE:g} "
-        "are the control."
+        f"1/4, from 1 and from 4. The best rate is that of the lowest held-out loss. Models with gains from 1 "
+        f"at {RATE:g} are the control."
     ),
     differs=(
         "the article gives no numbers; 4 times is ours",

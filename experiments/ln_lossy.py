@@ -3,8 +3,8 @@
 From an article on the evolution of norms. Measured as how much of the variance of the input's mean the best linear map
 of the output explains, on rows that it was not fitted to: below 0.1 is destroyed, above 0.5 kept. Rows differ in size,
 too, by a factor of up to 4, since a norm that kept the mean of rows of one size alone would keep little. The mean over
-the row's RMS, which does not mind the size, stands beside it and is judged by the same bars. The control is the input itself: its
-mean is there, and the same map has to find it.
+the row's RMS, which does not mind the size, stands beside it and is judged by the same bars. The control is the input
+itself: its mean is there, and the same map has to find it.
 """
 
 from normscale.claims.claim import Claim

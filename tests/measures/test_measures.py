@@ -139,11 +139,19 @@ def test_gradients_of_a_residual_net_without_norms_grow_on_the_way_down() -> Non
 
 def test_times_are_compared_by_turns() -> None:
     found = norm_time.measure(0, "kernel", "eager", 64, 16, pairs=3)
-    assert found.keys() == {"rms_over_ln"}
+    assert found.keys() == {"rms_over_ln", "ln_over_ln"}
+    assert 0.05 < found["ln_over_ln"] < 20
     assert 0.05 < found["rms_over_ln"] < 20
     step = norm_time.measure(0, "step", "eager", 64, 64, pairs=3)
-    assert step.keys() == {"rms_over_ln", "norm_share"}
+    assert step.keys() == {"rms_over_ln", "ln_over_ln", "norm_share"}
     assert step["norm_share"] < 1
+
+
+def test_the_kernels_of_a_gpu_are_not_measured_without_one() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(BadInput, match="its kernels run on a GPU"):
+        norm_time.measure(0, "kernel", "triton", 64, 16, pairs=3)
 
 
 def test_ranks_see_their_share_of_the_rows_and_a_batch_of_their_own() -> None:
