@@ -1,4 +1,4 @@
-"""Without 1/sqrt(d_k) the softmax of attention saturates.
+"""Without 1/sqrt(d_k) the softmax of attention saturates, and its gradient vanishes.
 
 From a survey of norms in language models; the reason is that of the paper that introduced it (Vaswani et al. 2017,
 section 3.2.1): the variance of a logit is d_k. Saturated is read as: one key has over half of the weight, on average,
@@ -16,7 +16,7 @@ SAID = {"root": "with 1/sqrt(d_k)", "none": "without"}
 
 CLAIM = Claim(
     id="attn-scale",
-    says="Without 1/sqrt(d_k) the softmax of attention saturates.",
+    says="Without 1/sqrt(d_k) the softmax of attention saturates, and its gradient vanishes.",
     source="a survey of norms in language models; Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1",
     family="signals",
     base={},
@@ -43,5 +43,10 @@ CLAIM = Claim(
         "largest weight and the size of the softmax's Jacobian are means over the queries."
     ),
     paper={"none-64 largest": "saturated (arXiv:1706.03762: 'extremely small gradients' for large d_k)"},
-    differs=("64 keys; at initialisation alone, since training can make queries and keys of any size",),
+    differs=(
+        "64 keys; at initialisation alone, since training can make queries and keys of any size",
+        "the size of the Jacobian is a mean over queries: with the factor it is small too, since that of uniform "
+        "attention over 64 keys is 1/8, and without it the queries that waver between two keys, which have up to 1/2, "
+        "hide the many that have almost none; largest weight and entropy show the saturation by themselves",
+    ),
 )

@@ -88,8 +88,8 @@ CLAIM = Claim(
     paper={"kernel-eager rms_over_ln": "0.7 to 0.9 (GPU kernels); 7 to 64 % of whole models (arXiv:1910.07467)"},
     differs=(
         "one thread of a CPU where the profile is cpu; the claim is about GPUs, whose kernels are bound by memory",
-        "eager mode is PyTorch's own: on a CPU its LayerNorm is one kernel and its RMSNorm a chain of them, so that the "
-        "ratio there is of the two ways and not of the mean; in compiled code both are made alike",
+        "eager mode is PyTorch's own: on a CPU its LayerNorm is one kernel and its RMSNorm a chain of them, so that "
+        "the ratio there is of the two ways and not of the mean; in compiled code both are made alike",
         "other work on the machine scatters the times; turns take out most of that, not all",
         "the share of norms is of a small model; the wider it is, the smaller the share",
         "seeds are repetitions, the data of which do not matter",

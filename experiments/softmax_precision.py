@@ -47,6 +47,10 @@ CLAIM = Claim(
         f"Pre-Norm models of {BLOCKS} blocks (width 64, 64 tokens of context, batch 8) read source text for {STEPS} "
         f"Adam steps at 1e-2 (warm-up over {WARMUP}). {GAP}"
     ),
+    paper={
+        "fp32 L6 logz_mean drift": "drifts away late in training at 0.1 without weight decay, in a model of 2.4M "
+        "(arXiv:2309.14322)",
+    },
     differs=(
         "the softmax in low precision is attention's; the output's is always in fp32 here",
         "no z-loss arm: there is no such loss here; weight decay stands beside it, not judged",

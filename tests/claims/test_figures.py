@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from normscale.claims.claim import Cell, Claim
 from normscale.claims.discover import list_claims
 from normscale.claims.figures import common, drawing, gap, growth, slopes, values
+from normscale.claims.fit import mean
 from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, measurement, record, results
 
@@ -159,6 +160,12 @@ def test_an_axis_of_numbers_has_its_zeros_and_ticks_that_can_be_read(tmp_path: P
     assert drawing.draw(claim, results(claim, "cpu", numbers), tmp_path / "values.png")
     low, _ = drawn[0].axes[0].get_xlim()
     assert low <= 0.0  # of a number that is zero
+    scattered = lambda cell: measurement({"mean": (0.2, 0.8)[cell.seed % 2], "mean_share": 0.5})  # noqa: E731
+    assert drawing.draw(claim, results(claim, "cpu", scattered), tmp_path / "values.png")
+    low, high = drawn[1].axes[0].get_xlim()
+    middle = mean([0.2, 0.8, 0.2, 0.8, 0.2])
+    assert low < (middle.lo or 0)
+    assert high > (middle.hi or 1)  # the whole of the interval
     assert all(len(panel.get_xticks()) < 12 for panel in drawn[0].axes)
 
 

@@ -75,7 +75,7 @@ def _panel(axes: "Axes", claim: Claim, rows: Rows, bars: Bars) -> None:
         axes.plot(middle.value, y, "|", ms=11, mec=ink, mew=2)
     own = {(arm, depth): y for y, (arm, depth, _, _) in enumerate(rows)}
     edges = [bar for arm, at, *both in bars if (arm, at) in own for bar in both if bar is not None]
-    _scale(axes, [value for _, _, _, values in rows for value in values], edges)
+    _scale(axes, [value for _, _, _, values in rows for value in values] + edges, _ends(rows))
     low, high = axes.get_xlim()
     for arm, at, above, below in bars:
         if (arm, at) in own:
@@ -89,12 +89,22 @@ def _panel(axes: "Axes", claim: Claim, rows: Rows, bars: Bars) -> None:
     plain(axes)
 
 
-def _scale(axes: "Axes", shown: Sequence[float], edges: Sequence[float]) -> None:
-    """Gives the axis room for numbers and edges, and a logarithm where they are of many sizes."""
-    everything = [*shown, *edges]
-    sizes = [abs(value) for value in everything if value]
-    if min(everything) >= 0 and sizes and max(sizes) / min(sizes) > 10**DECADES:
-        value_axis(axes, min(everything), min(sizes), max(sizes))
+def _ends(rows: Rows) -> list[float]:
+    """Returns the ends of the intervals."""
+    middles = [mean(values) for _, _, _, values in rows]
+    return [end for middle in middles for end in (middle.lo, middle.hi) if end is not None]
+
+
+def _scale(axes: "Axes", marks: Sequence[float], ends: Sequence[float]) -> None:
+    """Gives the axis room for numbers, bars and ends of intervals, and a logarithm where they are of many sizes.
+
+    On a logarithmic axis an interval that goes down to nearly 0, or below, is cut off at the edge.
+    """
+    sizes = [mark for mark in marks if mark]
+    if min(marks) >= 0 and sizes and max(sizes) / min(sizes) > 10**DECADES:
+        sizes += [end for end in ends if end > min(sizes) / 3]
+        value_axis(axes, min(marks), min(sizes), max(sizes))
         return
+    everything = [*marks, *ends]
     room = 0.06 * (max(everything) - min(everything)) or abs(max(everything)) * 0.06 or 1.0
     axes.set_xlim(min(everything) - room, max(everything) + room)
