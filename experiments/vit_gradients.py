@@ -43,8 +43,8 @@ CLAIM = Claim(
     ),
     differs=(
         "width 64 and synthetic pictures; the article does not say which Vision Transformer, or what alike is",
-        "the library's deviation of 0.02 makes branches of width 64 small (a matrix has a gain of 0.16, at a width of 768 "
-        "of 0.55), so that without norms the model begins near the identity, where all gradients are alike",
+        "the library's deviation of 0.02 makes branches of width 64 small (a matrix has a gain of 0.16, at a width of "
+        "768 of 0.55), so that without norms the model begins near the identity, where all gradients are alike",
         "needs transformers (pip install 'normscale[deepspeed]'), without which it is not run",
     ),
 )

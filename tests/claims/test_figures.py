@@ -108,6 +108,13 @@ def test_depths_to_a_thousand_are_on_one_axis(tmp_path: Path, drawn: list[Figure
         assert line._unscaled_dash_pattern == drawn_as[line.get_label()]._unscaled_dash_pattern  # type: ignore[attr-defined]
 
 
+def test_one_depth_alone_is_in_the_middle_of_its_axis() -> None:
+    axes = common.new(6, 4).add_subplot()
+    axes.plot([47, 49], [0.1, 0.2], "o")
+    common.depth_axis(axes, [48])
+    assert axes.get_xlim() == (24, 96)
+
+
 def test_two_depths_too_near_for_both_labels_share_one() -> None:
     axes = common.new(4, 3).add_subplot()
     common.depth_axis(axes, [6, 12, 100, 110, 1000])
@@ -138,7 +145,7 @@ def test_the_growth_figure_has_a_panel_for_each_array_and_only_layers_that_were_
 
 def test_the_figure_of_numbers_shows_where_each_arm_was_expected(tmp_path: Path, drawn: list[Figure]) -> None:
     claim = CLAIMS["ln-lossy"]
-    made = {"ln": 1e-6, "rms": 0.8}
+    made = {"ln": 1e-6, "rms": 0.8, "none": 0.9}
     numbers = lambda cell: measurement({"mean": made[cell.arm], "mean_share": made[cell.arm]})  # noqa: E731
     assert drawing.draw(claim, results(claim, "cpu", numbers), tmp_path / "values.png")
     axes = drawn[0].axes[0]
@@ -155,7 +162,7 @@ def test_the_figure_of_numbers_shows_where_each_arm_was_expected(tmp_path: Path,
 
 def test_an_axis_of_numbers_has_its_zeros_and_ticks_that_can_be_read(tmp_path: Path, drawn: list[Figure]) -> None:
     claim = CLAIMS["ln-lossy"]
-    made = {"ln": 0.0, "rms": 0.8}
+    made = {"ln": 0.0, "rms": 0.8, "none": 0.9}
     numbers = lambda cell: measurement({"mean": made[cell.arm], "mean_share": 0.5})  # noqa: E731
     assert drawing.draw(claim, results(claim, "cpu", numbers), tmp_path / "values.png")
     low, _ = drawn[0].axes[0].get_xlim()

@@ -102,7 +102,11 @@ def test_the_report_says_what_was_fixed_before_the_runs_and_what_spiked_means(tm
 
 def test_measurements_are_told_by_their_numbers_and_what_was_not_run_is_said(tmp_path: Path) -> None:
     runs, reports = tmp_path / "runs", tmp_path / "reports"
-    kept = {"ln": {"mean": 0.0, "mean_share": 0.01}, "rms": {"mean": 0.8, "mean_share": 0.9}}
+    kept = {
+        "ln": {"mean": 0.0, "mean_share": 0.01},
+        "rms": {"mean": 0.8, "mean_share": 0.9},
+        "none": {"mean": 1.0, "mean_share": 0.9},
+    }
     store(runs, LOSSY, lambda cell: measurement(kept[cell.arm]))
     cells = cells_of(runs, LOSSY.id, "cpu")
     write_manifest(runs, LOSSY, "cpu", cells, {}, left_out=["an hour had no room for cells: x"])

@@ -58,6 +58,8 @@ def depth_axis(axes: "Axes", depths: Sequence[int]) -> None:
     # Two depths nearer than this would have their labels run into each other.
     kept = [depth for i, depth in enumerate(depths) if i == 0 or depth >= 1.3 * depths[i - 1]]
     axes.set_xticks(kept, [str(depth) for depth in kept])
+    if len(kept) == 1:  # with nothing beside it, its points would be spread over the whole axis
+        axes.set_xlim(kept[0] / 2, kept[0] * 2)
     axes.minorticks_off()
     axes.set_xlabel("blocks")
     plain(axes)

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     """Means over seeds as lines, seeds as dots; a run that broke off counts as at its beginning."""
     found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    seen = set()  # a control may be a run of the sweep
     for result in results:
         cell, loss = result.cell, kept_loss(result)
-        if cell.role == "sweep" and loss is not None:
+        one = (cell.arm, cell.depth, cell.lr, cell.seed)
+        if loss is not None and one not in seen:
+            seen.add(one)
             found.setdefault((cell.arm, cell.depth), {}).setdefault(cell.lr, []).append(loss)
     if not found:
         return None
