@@ -227,7 +227,12 @@ def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text of its own stands for IWSLT-14, which is not part of the project; of WMT-17 only settings are seen."""
-    assert {claim.id for claim in CLAIMS.values() if "paper" in claim.profiles} == {"depth-encdec", *IWSLT}
+    assert {claim.id for claim in CLAIMS.values() if "paper" in claim.profiles} == {
+        "depth-encdec",
+        "depth-small-batch",
+        "quality-post-over-pre",
+        *IWSLT,
+    }
     (tmp_path / "data" / "iwslt14").mkdir(parents=True)
     for language in ("en", "de"):
         text = "".join(f"{language} sentence number {n}\n" for n in range(1000))
@@ -239,6 +244,11 @@ def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
     config = run_config(claim, claim.cells("paper")[0], "r", None)
     assert config.train.batch * config.model.context == 128 * 4096
     assert (config.model.d, config.model.dropout, config.train.schedule.warmup_steps) == (512, 0.4, 4000)
+    claim = CLAIMS["depth-small-batch"]
+    configs = {cell.arm: run_config(claim, cell, "r", None) for cell in claim.cells("paper")}
+    tokens = {arm: config.train.batch * config.model.context for arm, config in configs.items()}
+    assert tokens == {"deepnorm": 128 * 4096, "deepnorm-8x4096": 8 * 4096}
+    assert (configs["deepnorm-8x4096"].model.N, configs["deepnorm-8x4096"].model.M) == (100, 100)
     assert not (tmp_path / "runs").exists()
 
 
