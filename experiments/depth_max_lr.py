@@ -120,7 +120,7 @@ CLAIM = Claim(
         f"the end tolerates {TOP:g} or more",
         "no clipping and no weight decay in the cpu profile, and betas of 0.9 and 0.98: the paper has 1, 0.01, and 0.9 "
         "and 0.95; Keel's norms have a bias here as all others",
-        "512 sublayers are left to the gpu profile, with 5000 steps and the paper's Adam; there HybridNorm and Mix-LN are "
-        "equal to DeepNorm, so these pairs are not judged at that depth",
+        "512 sublayers are left to the gpu profile, with 5000 steps and the paper's Adam; there HybridNorm and Mix-LN "
+        "equal DeepNorm, so these pairs are not judged at that depth",
     ),
 )

@@ -49,13 +49,13 @@ CLAIM = Claim(
     figure="gap",
     how=(
         "A small decoder-only Transformer (width 64, 64 tokens of context, batch 8) reads source text: 120 Adam steps "
-        f"at 3e-3 from the first step on, or {STEPS} steps at 3e-4 with a warm-up over {STEPS // 2}; beside them {STEPS} "
-        f"steps with one of the two alone. {GAP}"
+        f"at 3e-3 from the first step on, or {STEPS} steps at 3e-4 with a warm-up over {STEPS // 2}; beside them "
+        f"{STEPS} steps with one of the two alone. {GAP}"
     ),
     differs=(
         "the article gives no numbers: rates, warm-ups and 200 blocks are our reading",
-        "the careful runs, and the two between, take twice the steps, since at a tenth of the rate models learn less in "
-        "each; one seed of those between",
+        "the careful runs, and the two between, take twice the steps, since at a tenth of the rate models learn less "
+        "in each; one seed of those between",
         "width 64, fp32, no clipping",
     ),
 )
