@@ -3,7 +3,7 @@
 A practitioner's article says so. Best is read as: with 1e-2 and with 1e-12 the held-out loss after training is higher
 than with 1e-5, and with 1e-6 it is the same within 0.05 nats. In Pre-Norm and in DeepNorm, since the branches of a deep
 DeepNorm are small and its norms' inputs are not; in Pre-Norm also at 48 blocks, and with products in fp16. Inside the
-root, as almost every model has it, is judged; outside, as in the RMSNorm authors' code, is shown.
+root, as almost every model has it, is judged; outside, as in the RMSNorm authors' code, and bf16 are shown.
 """
 
 from normscale.claims.claim import Claim
@@ -14,13 +14,17 @@ BLOCKS, DEEP = 12, 48
 EPS = {"1e-12": 1e-12, "1e-8": 1e-8, "1e-6": 1e-6, "1e-5": 1e-5, "1e-2": 1e-2}
 SCHEMES = {"pre": "Pre-Norm", "deepnorm": "DeepNorm"}
 OUTSIDE = {"model.norm_options": {"eps_place": "outside"}}
-HALF = {"precision.compute": "fp16"}
+HALF = {kind: {"precision.compute": kind} for kind in ("fp16", "bf16")}
 ARMS = {
     **{f"{scheme}-{e}": {"model.scheme": scheme, "model.eps": EPS[e]} for scheme in SCHEMES for e in EPS},
     **{f"outside-{e}": {"model.scheme": "pre", "model.eps": EPS[e], **OUTSIDE} for e in ("1e-12", "1e-5", "1e-2")},
-    **{f"fp16-{e}": {"model.scheme": "pre", "model.eps": EPS[e], **HALF} for e in ("1e-12", "1e-5", "1e-2")},
+    **{
+        f"{kind}-{e}": {"model.scheme": "pre", "model.eps": EPS[e], **HALF[kind]}
+        for kind in HALF
+        for e in ("1e-12", "1e-5", "1e-2")
+    },
 }
-SAID = {**SCHEMES, "outside": "Pre-Norm, outside the root", "fp16": "Pre-Norm in fp16"}
+SAID = {**SCHEMES, "outside": "Pre-Norm, outside the root", "fp16": "Pre-Norm in fp16", "bf16": "Pre-Norm in bf16"}
 SAME = 0.05
 
 
@@ -63,6 +67,6 @@ CLAIM = Claim(
     differs=(
         "the article gives no measure; the held-out loss after 120 steps, and 0.05 nats for the same, are ours",
         "norms have rows of a size near 1 at width 64; epsilon matters more where rows are small",
-        "fp16 is simulated on a CPU, and statistics are in fp32 as libraries have them",
+        "fp16 and bf16 are simulated on a CPU, and statistics are in fp32 as libraries have them",
     ),
 )
