@@ -20,6 +20,7 @@ from normscale.measures import (
     half_norm,
     ln_geometry,
     ln_lossy,
+    mean_share,
     norm_time,
     overflow,
     stale_stats,
@@ -135,6 +136,13 @@ def test_gradients_of_a_residual_net_without_norms_grow_on_the_way_down() -> Non
     assert without["growth"] >= 0
     assert without["decades_down"] > gradient_profile.measure(0, "pre", True, 12)["decades_down"]
     assert gradient_profile.measure(0, "post", True, 12)["range"] < gradient_profile.ENDLESS
+
+
+def test_the_share_of_the_mean_is_that_of_rows_that_norms_take() -> None:
+    found = mean_share.measure(0, "pre", blocks=1, steps=2)
+    assert 0 < found["share_first"] <= found["share_largest"] < 0.2  # of rows of 64 fresh numbers, about 1/64
+    assert found["share_mean"] <= found["share_largest"]
+    assert found["learned"] < 0.2
 
 
 def test_times_are_compared_by_turns() -> None:
