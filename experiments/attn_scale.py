@@ -12,7 +12,7 @@ from normscale.claims.protocol import measured
 
 WIDTHS = (16, 64, 256)
 ARMS = {f"{scale}-{d_k}": {"d_k": d_k, "scale": scale} for scale in ("root", "none") for d_k in WIDTHS}
-SAID = {"root": "with 1/sqrt(d_k)", "none": "without"}
+SAID = {"root": "times 1/sqrt(d_k)", "none": "not scaled"}
 
 CLAIM = Claim(
     id="attn-scale",
