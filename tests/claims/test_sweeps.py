@@ -135,3 +135,16 @@ def test_a_shift_at_the_boundary_is_none_and_a_missing_run_leaves_it_open() -> N
     assert judge(bar, "cpu", results(bar, "cpu", make)).verdict == "refuted"
     lost = [Result(r.cell, None if r.cell.seed else r.record) for r in results(bar, "cpu", make)]
     assert judge(bar, "cpu", lost).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(1e2, 1e1, "inconclusive"), (1e-4, 1e-5, "inconclusive"), (1e-5, 1e-4, "inconclusive"), (1e1, 1e0, "refuted")],
+)
+def test_a_best_rate_at_an_end_of_the_sweep_is_a_bound(low: float, high: float, verdict: str) -> None:
+    far = Claim(**{**vars(SHIFTS), "expect": (Shifts("low", 6, than="high", by=1000.0),)})
+
+    def make(cell: Cell) -> Any:
+        return record(1.0 if cell.lr == (low if cell.arm == "low" else high) else 0.5)
+
+    assert judge(far, "cpu", results(far, "cpu", make)).verdict == verdict
