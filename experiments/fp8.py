@@ -8,6 +8,9 @@ A practitioner's article says so and names none. Three demands that would be new
   input alone;
 - one scale for a tensor feels outliers: with one feature 1000 times as large the error of a rounded input is over 1.5
   times that without. Both formats are looked at.
+
+What the norms of Pre-Norm and of DeepNorm take at 6 and 48 blocks is shown beside it, and not judged: the article does
+not say what schemes or depth do to it.
 """
 
 from normscale.claims.claim import Claim
@@ -26,8 +29,20 @@ ARMS = {
             ("outlier", {"where": "input", "outlier": 1000.0}),
         )
     },
+    **{
+        f"e4m3-{scheme}-{blocks}": {"format": "e4m3", "where": "input", "scheme": scheme, "blocks": blocks}
+        for scheme in ("pre", "deepnorm")
+        for blocks in (6, 48)
+    },
 }
+SCHEMES = {"pre": "Pre-Norm", "deepnorm": "DeepNorm"}
 SAID = {"output": "output", "input": "input", "statistics": "statistics", "outlier": "input with an outlier"}
+
+
+def label_of(format: str, what: str, blocks: str = "") -> str:
+    """Returns what an arm is called."""
+    return f"{format}, {SCHEMES[what]} of {blocks} blocks" if blocks else f"{format}, {SAID[what]}"
+
 
 CLAIM = Claim(
     id="fp8",
@@ -36,7 +51,7 @@ CLAIM = Claim(
     family="precision",
     base={"norm": "rmsnorm"},
     arms=ARMS,
-    labels={arm: f"{arm.split('-')[0]}, {SAID[arm.split('-')[1]]}" for arm in ARMS},
+    labels={arm: label_of(*arm.split("-")) for arm in ARMS},
     measure="fp8_norm",
     numbers={"error": "error against fp64", "flushed": "share of entries that become 0"},
     control=(Value("bf16-output", "error", below=2**-8),),
@@ -55,7 +70,9 @@ CLAIM = Claim(
     how=(
         "256 rows of 1024 normal numbers go through RMSNorm in fp64. Rounded to fp8, with one scale for the tensor, "
         "are its output, its input, or its input and all that its statistics are made of; once with one feature 1000 "
-        "times as large as the others. The error is the root of its mean square over that of the result."
+        "times as large as the others. The error is the root of its mean square over that of the result. Beside them "
+        "is what the norms of models of width 64 take of text at initialisation, rounded, where the norm with the "
+        "largest error counts."
     ),
     paper={"e4m3-output over bf16-output error": "16 (3 bits after the point against 7)"},
     differs=(

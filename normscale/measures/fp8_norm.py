@@ -5,9 +5,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from normscale.config.load import revise
+from normscale.config.schema import RunConfig
+from normscale.data.batches import Batches
+from normscale.data.task import load_task
 from normscale.measures._rows import NormName, apart, normed, rows
+from normscale.models.builder import build
+from normscale.norms import Norm
 
-ROWS, WIDTH = 256, 1024
+ROWS, WIDTH, BATCH = 256, 1024, 2
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}
 
 Format = Literal["e4m3", "e5m2", "bf16"]
@@ -15,7 +21,14 @@ Where = Literal["output", "input", "statistics"]
 
 
 def measure(
-    seed: int, norm: NormName, format: Format, where: Where, outlier: float = 0.0, eps: float = 1e-5
+    seed: int,
+    norm: NormName,
+    format: Format,
+    where: Where,
+    outlier: float = 0.0,
+    eps: float = 1e-5,
+    scheme: str | None = None,
+    blocks: int = 0,
 ) -> dict[str, float]:
     """Returns `error`: the root mean square error of the norm against fp64, over the truth's.
 
@@ -24,7 +37,17 @@ def measure(
     1024 is `outlier` times as large as the others, as some are in trained models; 0: none. It counts for nothing in
     the error: what it does to the others does. `flushed` is the share of the entries that the rounding of input or
     output makes zero.
+
+    With a `scheme`, rows are what the norms of its model of so many blocks take on text, at initialisation, rounded
+    before them; each number is the largest of any norm.
     """
+    if scheme is not None:
+        taken = [x.double() for x in _taken(seed, norm, scheme, blocks)]
+        coarse = [_round(x, format) for x in taken]
+        return {
+            "error": max(apart(normed(norm, y, eps), normed(norm, x, eps)) for x, y in zip(taken, coarse, strict=True)),
+            "flushed": max(float((y == 0).double().mean()) for y in coarse),
+        }
     x, odd = rows(seed, ROWS, WIDTH), seed % WIDTH
     if outlier:
         x[:, odd] *= outlier
@@ -45,6 +68,25 @@ def measure(
     centred = given - _round(given.mean(-1, keepdim=True), format) if norm == "layernorm" else given
     power = _round(_round(centred.square(), format).mean(-1, keepdim=True), format)
     return {"error": error(centred * torch.rsqrt(power + eps)), "flushed": flushed}
+
+
+def _taken(seed: int, norm: NormName, scheme: str, blocks: int) -> list[Tensor]:
+    """Returns what each norm of a small model takes of a batch of text, at initialisation.
+
+    Shape: each [tokens, D].
+    """
+    settings = {"model.scheme": scheme, "model.norm": norm, "model.M": blocks, "train.batch": BATCH, "seed": seed}
+    config = revise(RunConfig(), settings)
+    task = load_task(config)
+    model = build(config.model, task.vocab, seed)
+    taken: list[Tensor] = []
+    norms = [module for module in model.modules() if isinstance(module, Norm)]
+    for module in norms:
+        module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0].detach().flatten(0, -2)))
+    batch = Batches(task.train, batch=BATCH, seed=seed).window(0)[0]
+    with torch.no_grad():
+        model(batch.tokens_BT, **batch.beside)
+    return taken
 
 
 def _round(x: Tensor, format: Format) -> Tensor:

@@ -114,6 +114,15 @@ def test_three_bits_are_coarser_than_seven() -> None:
     assert fp8_norm.measure(0, "rmsnorm", "e4m3", "input", outlier=1e6)["error"] == pytest.approx(1, abs=0.01)
 
 
+def test_fp8_of_what_the_norms_of_a_model_take() -> None:
+    taken = fp8_norm._taken(0, "rmsnorm", "pre", 2)
+    assert [tuple(x.shape) for x in taken] == [(2 * 64, 64)] * 5  # two a block, and the final one
+    found = fp8_norm.measure(0, "rmsnorm", "e4m3", "input", scheme="pre", blocks=2)
+    alone = fp8_norm.measure(0, "rmsnorm", "e4m3", "input")["error"]
+    assert found["error"] == pytest.approx(alone, rel=0.5)  # of text or made up, rows are rounded alike
+    assert found["error"] > 4 * fp8_norm.measure(0, "rmsnorm", "bf16", "input", scheme="pre", blocks=2)["error"]
+
+
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_statistics_of_its_own_change_nothing_and_others_do(norm: Any) -> None:
     assert stale_stats.measure(0, norm, "recompute")["output_error"] < 1e-6
