@@ -4,11 +4,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from normscale.measures._rows import NormName, normed, rows, size
+from normscale.measures._rows import normed, rows, size
 
 ROWS = 256
 
-Form = NormName | Literal["unit", "centred"]
+Form = Literal["layernorm", "rmsnorm", "unit", "centred"]
 """A norm, a row over its length, a row less its mean."""
 
 

@@ -5,12 +5,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from normscale.measures._rows import NormName, normed, rows
+from normscale.measures._rows import normed, rows
 
 ROWS = 4096
 
 
-def measure(seed: int, norm: NormName | Literal["none"], width: int, eps: float = 1e-5) -> dict[str, float]:
+def measure(
+    seed: int, norm: Literal["layernorm", "rmsnorm", "none"], width: int, eps: float = 1e-5
+) -> dict[str, float]:
     """Returns R^2 on held-out rows of the best linear prediction of the row's mean, and of its mean over its RMS.
 
     Rows are normal, of unit variance about a mean that is itself normal with deviation 1, and scaled by a factor from

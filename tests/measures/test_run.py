@@ -80,7 +80,7 @@ def test_numbers_follow_from_the_seed_whatever_was_drawn_before(tmp_path: Path) 
         ({"measure": "ln_geometri"}, "did you mean 'ln_geometry'"),
         ({"arguments": {"norm": "layernorm"}}, "missing a required argument: 'width'"),
         ({"arguments": {"norm": "layernorm", "width": 16, "wide": 1}}, "unexpected keyword argument 'wide'"),
-        ({"arguments": {"norm": "batchnorm", "width": 16}}, "norm='batchnorm': Input should be 'layernorm' or"),
+        ({"arguments": {"norm": "batchnorm", "width": 16}}, "norm='batchnorm': Input should be 'layernorm', "),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
