@@ -50,7 +50,7 @@ CLAIM = Claim(
     ),
     differs=(
         "6 and 24 blocks for 120 steps; the paper has models up to 10 B and 100 000 steps",
-        "no z-loss and no weight decay, of which the paper has 1e-4 whatever the rate; in the cpu profile betas of 0.9 "
+        "no z-loss and no weight decay, of which the paper has 1e-4 each; in the cpu profile betas of 0.9 "
         "and 0.98, where the paper has 0.9 and 0.95",
         "faster than with width is read as: more than a model of twice the width and as many parameters",
     ),

@@ -16,6 +16,7 @@ ARMS = {
     "bf16": {**BF16},
     "bf16-softmax": {**BF16, "precision.softmax": "compute"},
     "decay": {"train.optim.weight_decay": 0.1},
+    "z-loss": {"train.z_loss": 1e-4},
 }
 
 CLAIM = Claim(
@@ -30,6 +31,7 @@ CLAIM = Claim(
         "bf16": "bf16, softmax in fp32",
         "bf16-softmax": "bf16, softmax too",
         "decay": "fp32, weight decay 0.1",
+        "z-loss": "fp32, z-loss of 1e-4",
     },
     control=(Trains("bf16", at=(BLOCKS,)), Trains("fp32", at=(BLOCKS,))),
     expect=(
@@ -53,7 +55,8 @@ CLAIM = Claim(
     },
     differs=(
         "the softmax in low precision is attention's; the output's is always in fp32 here",
-        "no z-loss arm: there is no such loss here; weight decay stands beside it, not judged",
+        "weight decay and a z-loss (log^2 Z, weighted by the paper's 1e-4) stand beside it, not judged: the paper has "
+        "that either of them mends the drift",
         "360 steps; the paper's drift comes late in runs of 100 000 steps",
     ),
 )

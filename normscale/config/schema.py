@@ -292,6 +292,7 @@ class TrainConfig(Section):
     stop_after: Annotated[
         Count | None, says("with on_nonfinite=skip: the run ends after so many such steps in a row; null: never")
     ] = None
+    z_loss: Annotated[NonNegative, says("weight of log^2 Z of the output softmax in what is differentiated")] = 0.0
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 

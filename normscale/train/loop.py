@@ -116,7 +116,8 @@ class Trainer(StepRecords):
                 loss = summed_loss(logits, batch.targets_BT)
                 if measured:
                     self.guard.call("after_forward", logits.detach(), batch.targets_BT)
-                engine.backward(loss * (engine.world / count * scale))  # the engine averages over ranks
+                whole = with_z_loss(loss, logits, batch.targets_BT, self.config.train.z_loss)
+                engine.backward(whole * (engine.world / count * scale))  # the engine averages over ranks
             total += loss.detach()
             if measured:
                 self.guard.call("after_micro_batch", self._positions(batch))
@@ -177,10 +178,11 @@ class Trainer(StepRecords):
         return total / count
 
     def _loss_by_itself(self, batch: MicroBatch) -> Tensor:
-        """Returns the summed loss of one micro-batch by the model itself, without the engine around it."""
+        """Returns the summed loss of one micro-batch by the model itself, as it is differentiated."""
         with self.engine.autocast():
             logits = self.engine.inner(batch.tokens_BT, **batch.beside)
-        return summed_loss(logits, batch.targets_BT)
+        loss = summed_loss(logits, batch.targets_BT)
+        return with_z_loss(loss, logits, batch.targets_BT, self.config.train.z_loss)
 
     def stops(self, step: Step) -> bool:
         """Tells whether the run ends with this step, by `train.on_nonfinite` and `train.stop_after`; ranks agree."""
@@ -201,3 +203,17 @@ def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     Shape: logits [B, T, V], targets [B, T] int64; result 0-d.
     """
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def with_z_loss(loss: Tensor, logits_BTV: Tensor, targets_BT: Tensor, weight: float) -> Tensor:
+    """Returns the summed loss plus `weight` times the sum of log^2 Z, over the targets that count, in fp32.
+
+    Z is the sum of exp of the logits. It is differentiated, and is no part of any loss that is recorded.
+
+    Shape: loss 0-d; logits [B, T, V]; targets [B, T] int64; result 0-d.
+    Reference: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5 (1e-4 there and in Wortsman et al. 2023).
+    """
+    if not weight:
+        return loss
+    log_z = logits_BTV.float().logsumexp(dim=-1)
+    return loss + weight * log_z.square().masked_fill(targets_BT == IGNORE, 0.0).sum()

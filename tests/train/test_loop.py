@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from normscale.config.schema import RunConfig
 from normscale.data.task import MicroBatch
@@ -16,7 +17,7 @@ from normscale.probes.probe import Probe
 from normscale.train import loop, recording
 from normscale.train.engines.ddp import DDPEngine
 from normscale.train.engines.plain import PlainEngine
-from normscale.train.loop import IGNORE, Trainer, summed_loss
+from normscale.train.loop import IGNORE, Trainer, summed_loss, with_z_loss
 from normscale.train.observe import subject_of
 from tests.probes.test_probes import MODEL, Notes, windows
 
@@ -159,6 +160,30 @@ def test_the_loss_is_summed_in_fp32_and_leaves_out_what_is_ignored() -> None:
     log_shares = logits.double().log_softmax(-1)[kept]
     assert loss.dtype is torch.float32
     assert float(loss) == pytest.approx(-float(log_shares.gather(1, targets[kept].unsqueeze(1)).sum()), rel=1e-5)
+
+
+def test_the_z_loss_is_of_the_targets_that_count_and_differentiated_alone() -> None:
+    logits = (8 * torch.randn(2, 8, 32)).requires_grad_()
+    targets = torch.randint(0, 32, (2, 8))
+    targets[0, :3] = IGNORE
+    plain = summed_loss(logits, targets)
+    z = torch.stack([row.double().exp().sum() for row in logits.detach().flatten(0, 1)])
+    want = (z.log() ** 2)[(targets != IGNORE).flatten()].sum()
+    assert with_z_loss(plain, logits, targets, 0.0) is plain
+    assert float(with_z_loss(plain, logits, targets, 0.25) - plain) == pytest.approx(0.25 * float(want), rel=1e-4)
+
+    without, heavy = trainer(), trainer(z_loss=10.0)
+    first = [t.step(windows(1)[0], Notes()) for t in (without, heavy)]
+    assert first[0].loss == first[1].loss  # what is recorded is the cross-entropy
+    assert first[1].norm > 2 * first[0].norm
+    batch = windows(1)[0][0]
+    assert float(heavy._loss_by_itself(batch)) > 2 * float(without._loss_by_itself(batch))  # what a replay looks at
+    assert heavy.evaluate([batch]) == pytest.approx(float(with_plain(heavy, batch)), rel=1e-6)
+
+
+def with_plain(t: Trainer, batch: MicroBatch) -> Tensor:
+    with torch.no_grad():
+        return summed_loss(t.engine.inner(batch.tokens_BT), batch.targets_BT) / batch.n_targets
 
 
 def test_evaluation_is_a_mean_over_the_targets_that_count() -> None:
