@@ -13,6 +13,8 @@ from torch import Tensor
 
 from normscale.ops.statistics import on_host
 
+Floats = NDArray[np.float32]
+
 SAMPLES = 16  # positions at most, of one micro-batch
 SEQUENCES = 4  # of which they are taken: attention reads all keys of each
 
@@ -92,14 +94,14 @@ def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None 
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # which would go to half precision here
         q_nHmK = q.detach()[at.sequences, :, at.positions].float() * q.shape[-1] ** -0.5
-        # contiguous: a product of strided batches takes twice the time
-        scores = q_nHmK @ k.detach()[at.sequences].float().contiguous().mT
+        k_nHSK = k.detach()[at.sequences].float()
         hidden = at.hidden if causal else None
         if keep_B11S is not None:
             padding = ~keep_B11S[at.sequences]
             hidden = padding if hidden is None else hidden | padding
-        if on_host(scores):
-            return torch.tensor(_read(scores.numpy(), None if hidden is None else hidden.numpy()))
+        if on_host(q_nHmK):
+            return torch.tensor(_read(q_nHmK.numpy(), k_nHSK.numpy(), None if hidden is None else hidden.numpy()))
+        scores = q_nHmK @ k_nHSK.contiguous().mT  # a product of strided batches takes twice the time
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         logs = torch.log_softmax(scores, dim=-1)
@@ -109,11 +111,14 @@ def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None 
         return torch.stack([scores.amax(), entropy])
 
 
-def _read(scores: NDArray[np.float32], hidden: NDArray[np.bool_] | None) -> tuple[float, float]:
-    """Returns what `attention_row` does, of scores on the host, at half the cost of the operations there.
+def _read(q: Floats, k: Floats, hidden: NDArray[np.bool_] | None) -> tuple[float, float]:
+    """Returns what `attention_row` does, on the host, at a third of the cost of the operations there.
 
-    Shape: scores [..., S]; hidden broadcasts to it.
+    Arrays so small gain nothing from threads, which operations of torch would wake up and wait for.
+
+    Shape: q [n, H, m, K], with the factor; k [n, H, S, K]; hidden broadcasts to [n, H, m, S].
     """
+    scores = q @ k.swapaxes(-1, -2)
     if hidden is not None:
         scores = np.where(hidden, np.float32(-np.inf), scores)
     largest = scores.max(-1, keepdims=True)
