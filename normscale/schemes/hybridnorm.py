@@ -52,6 +52,7 @@ class HybridNorm(Scheme):
     """
 
     topologies = frozenset(("encoder", "decoder"))
+    refuses = {"final_norm": "the norm at the end is part of it: what a feed-forward layer leaves is not normed"}
 
     class Options(Section):
         star: Flag = False  # HybridNorm*: the first block is Pre-Norm beside its norms of q, k and v

@@ -41,6 +41,7 @@ class HyperConnections(Scheme):
     """
 
     topologies = frozenset(("encoder", "decoder"))
+    refuses = {"final_norm": "the norm of the streams' sum or mean is part of it"}
 
     class Options(Section):
         """n streams, in which form.

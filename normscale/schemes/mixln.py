@@ -22,6 +22,7 @@ class MixLN(Scheme):
     """
 
     topologies = frozenset(("encoder", "decoder"))
+    refuses = {"final_norm": "it follows from share: there is one unless every block is Post-Norm"}
 
     class Options(Section):
         share: Annotated[Number, Field(ge=0, le=1)] = 0.25  # of the blocks, from the bottom; 0: Pre-Norm, 1: Post-Norm

@@ -44,6 +44,8 @@ class ResiDual(TwoStreams):
     microsoft/ResiDual (`resi_dual/resi_dual.py`, `resi_dual_layers.py`).
     """
 
+    refuses = {"final_norm": "the norm of the plain stream at the end is part of it"}
+
     class Options(Section):
         s: Positive = 1.0  # on everything that goes into r
         a: Number = 1.0  # on the Post-Norm stream in the output; 0: what Pre-Norm puts out

@@ -27,6 +27,7 @@ class SiameseNorm(TwoStreams):
     """
 
     topologies = frozenset(("encoder", "decoder"))
+    refuses = {"final_norm": "the norm of Y at the end is part of it; form=release has one more, of the output"}
 
     class Options(Section):
         """Where the paper and its release differ, and the parts that both call auxiliary.
