@@ -9,8 +9,8 @@ import torch
 
 from normscale.config.schema import ModelConfig
 from normscale.models.init import gain_of, weights
-from normscale.schemes import Weight, find_scheme, scheme_names
-from tests.schemes.forms import built
+from normscale.schemes import Weight, scheme_names
+from tests.schemes.forms import built, fits
 
 N, M = 3, 5
 TOPOLOGIES = {"encoder": {"N": N, "M": 0}, "decoder": {"N": 0, "M": M}, "encoder-decoder": {"N": N, "M": M}}
@@ -72,14 +72,19 @@ def made(scheme: str, topology: str, **options: Any) -> Any:
     return built(**config | {"positions": "learned"} | TOPOLOGIES[topology] | options)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_latent": 6, "qk_norm": "head", "embedding_norm": True, "segments": 2}])
-@pytest.mark.parametrize(
-    ("scheme", "topology"),
-    [(s, t) for s in scheme_names() for t in TOPOLOGIES if t in find_scheme(s).topologies],
-)
+PLAIN: dict[str, Any] = {}
+FULL = {"kv_latent": 6, "qk_norm": "head", "embedding_norm": True, "segments": 2}
+CASES = [
+    (scheme, topology, FULL | {"qk_norm": "none"} if scheme == "hybridnorm" and options else options)  # norms q itself
+    for scheme in scheme_names()
+    for topology, blocks in TOPOLOGIES.items()
+    for options in (PLAIN, FULL)
+    if fits(scheme=scheme, **blocks, **options)
+]
+
+
+@pytest.mark.parametrize(("scheme", "topology", "options"), CASES)
 def test_every_parameter_has_its_role_and_gain(scheme: str, topology: str, options: dict[str, Any]) -> None:
-    if scheme == "hybridnorm":  # norms q and k itself
-        options = {key: value for key, value in options.items() if key != "qk_norm"}
     model = made(scheme, topology, **options)
     listed: dict[str, list[Any]] = {}
     for weight in weights(model):

@@ -165,10 +165,8 @@ def test_a_saved_norm_loads_into_a_fresh_one(name: str) -> None:
     assert torch.equal(fresh.eval()(x), norm.eval()(x))
 
 
-@pytest.mark.parametrize("name", norm_names())
+@pytest.mark.parametrize("name", sorted({*norm_names()} - {"maxnorm"}))  # whose output is as large as its input
 def test_narrow_inputs_have_statistics_in_fp32(name: str) -> None:
-    if name == "maxnorm":
-        pytest.skip("its output is as large as its input")
     x = (400.0 * torch.randn(4, 8)).half()  # whose squares overflow fp16
     got = make(name)(x)
     assert got.dtype is torch.float16
