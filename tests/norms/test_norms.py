@@ -53,6 +53,30 @@ def test_what_is_trained_and_where_it_starts(name: str) -> None:
     assert all(p.dim() == 1 for p in started.parameters())  # FSDP2 shards no 0-d parameter
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adanorm": {"scale": 1.0, "k": 0.1},
+    "batchnorm": {"momentum": 0.1, "sync": True},
+    "cogview": {"over": "tensor"},
+    "derf": {"alpha_erf": 0.5, "shift": 0.0},
+    "dyt": {"alpha_tanh": 0.5},
+    "groupnorm": {"groups": None},
+    "layernorm": {"eps_place": "inside"},
+    "maxnorm": {},
+    "prmsnorm": {"share": 0.0625},
+    "rmsnorm": {"eps_place": "inside"},
+    "scalenorm": {"gain": True, "length": None},
+}
+AFFINE = {"gain": True, "gamma_init": 1.0, "zero_centred": False}
+
+
+@pytest.mark.parametrize("name", norm_names())
+def test_options_are_what_the_papers_have_unless_stated(name: str) -> None:
+    options = find_norm(name).Options().model_dump()
+    affine = AFFINE if "gamma" in PARAMETERS[name] else {}
+    affine = affine | ({"bias": True} if "bias" in PARAMETERS[name] else {})
+    assert options == DEFAULTS[name] | affine
+
+
 def test_an_unknown_norm_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"model.norm: 'layernrom' is not a norm; did you mean 'layernorm'\?"):
         find_norm("layernrom")

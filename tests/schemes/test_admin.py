@@ -1,6 +1,5 @@
 """Admin: what the profiling pass sets, the formula, and that a run keeps it."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,6 @@ def test_the_profile_is_the_standard_deviation_of_the_sum_before_and_the_stack_i
         sublayers, context = sublayers[2 * N :], Context(None, memory)
     found, x = profile(embedded[1], sublayers, context)
     torch.testing.assert_close(omegas(model), torch.tensor(want + found).unsqueeze(1).expand(-1, 16).double())
-    assert all(a < b for a, b in pairwise(found))
     torch.testing.assert_close(model.features(TOKENS, **source), x)
 
 

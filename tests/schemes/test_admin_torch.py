@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from normscale.config.schema import ModelConfig
 from normscale.models.attention import Context
+from normscale.models.builder import build
 from normscale.schemes import Depth, Role
 from normscale.schemes.admin_torch import AdminTorch
-from tests.schemes.test_residual import TOKENS, ln, shaken
+from tests.schemes.test_residual import SIZE, TOKENS, ln, shaken
 from tests.schemes.test_theory import model_of
 
 # Sublayers of a stack: omega where the change is to grow as log n, and as 1; from calculate_init.
@@ -55,6 +57,18 @@ def test_a_change_of_order_n_is_post_norm() -> None:
     )
     source = torch.arange(12).view(2, 6)
     assert torch.equal(post(TOKENS, source_BS=source), admin(TOKENS, source_BS=source))
+
+
+@pytest.mark.parametrize("change", ["log", "1", "n"])
+def test_a_trained_omega_starts_at_the_constant(change: str) -> None:
+    constant, trained = (
+        build(
+            ModelConfig(**SIZE, N=2, M=3, scheme="admin-torch", scheme_options={"change": change, "trained": t}), 32, 0
+        )
+        for t in (False, True)
+    )
+    for one, other in zip(constant.sublayers(), trained.sublayers(), strict=True):
+        assert torch.equal(other.own.alpha, one.own.tensor("alpha").expand(16))
 
 
 def test_a_trained_omega_learns_and_a_constant_is_no_parameter() -> None:

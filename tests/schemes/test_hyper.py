@@ -80,11 +80,30 @@ def test_at_init_n_streams_are_copies_of_a_pre_norm_one_whichever_each_site_read
         for name, o in (("pre", {}), ("hyper", options))
     )
     torch.testing.assert_close(pre(TOKENS), hyper(TOKENS), rtol=1e-4, atol=1e-4)
-    reads = [int(sublayer.own.mix.a.argmax()) for sublayer in hyper.sublayers()]
-    assert reads == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    for i, sublayer in enumerate(hyper.sublayers()):
+        mix = sublayer.own.mix
+        assert mix.a.tolist() == [float(j == i % 4) for j in range(4)]
+        assert torch.equal(mix.b, torch.ones(4))
+        assert torch.equal(mix.r.view(4, 4), torch.eye(4))
+        assert not any(to.any() for to in (mix.to_a, mix.to_b, mix.to_r))
     with torch.no_grad():
         hyper.sublayers()[2].own.mix.r[1] = 0.5  # no identity any more
     assert (pre(TOKENS) - hyper(TOKENS)).abs().max() > 1e-2
+
+
+def test_what_depends_on_the_input_begins_at_a_hundredth() -> None:
+    for form, gates in (("hc", ("gate_a", "gate_b")), ("mhc", ("gate_a", "gate_b", "gate_r"))):
+        size = {"M": 1, "d": 64, "heads": 2, "context": 8, "scheme": "hyper"}
+        mix = build(ModelConfig(**size, scheme_options={"form": form}), 32, 0).sublayers()[0].own.mix
+        assert {name: p.tolist() for name, p in mix.named_parameters() if name.startswith("gate")} == {
+            gate: pytest.approx([0.01]) for gate in gates
+        }
+        if form == "mhc":
+            assert not any(bias.any() for bias in (mix.a, mix.b, mix.r))
+            bound = (6 / (24 + 4 * 64)) ** 0.5  # Xavier's, of all 24 rows together
+            drawn = torch.cat([mix.to_a, mix.to_b, mix.to_r]).detach()
+            assert 0.98 * bound < float(drawn.abs().max()) <= bound
+            assert float(drawn.std()) == pytest.approx(bound / 3**0.5, rel=0.03)
 
 
 @pytest.mark.parametrize("N", [1, 6, 18, 100, 1000])

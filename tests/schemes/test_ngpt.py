@@ -21,11 +21,15 @@ SIZE = {"M": 3, "d": 16, "heads": 2, "context": 8, "scheme": "ngpt"}
 
 
 def model_of(**settings: Any) -> Any:
-    """A model in fp64 as it stands before the first step, with vectors and biases that are not what they start as."""
+    """A model in fp64 as it stands before the first step, with vectors and biases that are not what they start as.
+
+    Of the steps some are below 0.
+    """
     model = build(ModelConfig(**SIZE | settings), 32, 0).double()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
+            p.add_(0.2 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
         model.scheme.after_step(list(weights(model)))
     return model
 
@@ -71,6 +75,7 @@ def test_the_logits_equal_the_releases(activation: str, tied: bool, bias: bool, 
     side = {} if causal else {"N": 3, "M": 0}
     model = model_of(activation=activation, tied=tied, bias=bias, **side)
     h = justnorm(model.token[TOKENS])
+    assert any((sublayer.own.step.stored < 0).any() for sublayer in model.sublayers())
     for sublayer in model.sublayers():
         if sublayer.attends:
             out = attention(h, sublayer.branch, 2, causal)

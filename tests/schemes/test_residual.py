@@ -20,11 +20,12 @@ SIZE = {"d": 16, "heads": 2, "context": 8, "positions": "sinusoidal"}
 
 
 def shaken(**settings: Any) -> Any:
-    """A model in fp64 whose gains and biases are not 1 and 0, so that leaving one out shows."""
+    """A model in fp64 no two of whose gains and biases are alike: one left out, or taken for another, shows."""
     model = build(ModelConfig(**SIZE | {"scheme": "residual"} | settings), 32, 0).double()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
+            p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return model
 
 
@@ -86,6 +87,8 @@ def test_gains_and_constants_are_1_at_every_depth(N: int) -> None:
         for site in (depth.sites()[0], depth.sites()[-1]):
             own = scheme.own(depth, site, make)
             assert (own["alpha"], own["scale"]) == (1.0, 1.0)
+            ends = scheme.own_ends(depth, site.side, make)
+            assert (ends["s"], ends["a"]) == (1.0, 1.0)
             roles = [Role(kind, part) for kind, part in (("self", "v"), ("self", "o"), ("ffn", "in"), ("ffn", "out"))]
             assert {scheme.gain(depth, site, role) for role in roles} == {1.0}
 

@@ -73,6 +73,11 @@ def test_constants_and_gains(factor: str, blocks: int) -> None:
             assert all(scheme.alpha(depth, a) <= scheme.alpha(depth, b) for a, b in pairwise(sites))
 
 
+def test_the_papers_form_is_what_is_built_unless_stated() -> None:
+    options = SiameseNorm.Options()
+    assert (options.form, options.factor, options.input_norm) == ("paper", "paper", True)
+
+
 def test_the_plain_stream_keeps_the_gradient_that_the_normed_one_loses() -> None:
     """With equal weights (no factor) the normed stream halves the square at every site; the factor keeps more."""
     for blocks in (4, 8):

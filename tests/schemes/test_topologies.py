@@ -46,9 +46,10 @@ def beside(topology: str) -> dict[str, Tensor]:
 
 def loud(model: Transformer) -> Transformer:
     """Makes branches large against the stream, so that what reaches an output shows."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
     return model
 
 
