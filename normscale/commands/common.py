@@ -16,11 +16,13 @@ DEFAULT_RUNS, DEFAULT_URI = "runs", "sqlite:///mlflow.db"
 
 def load(words: Sequence[str], command: str) -> "Loaded":
     from normscale.config.load import read
+    from normscale.tracking.find import refuse_folded
 
     if not words or ("=" in words[0] and not os.path.exists(words[0])):  # False also for what cannot be a name
         raise BadInput(
             f"{command}: no configuration; name a YAML file first, as in: {command} configs/train/quick.yaml"
         )
+    refuse_folded(Path(words[0]))
     return read(Path(words[0]), words[1:])
 
 

@@ -22,6 +22,7 @@ from normscale.fold.saved import Folded, load, save
 from normscale.models.stack import Transformer
 from normscale.norms import set_backend
 from normscale.tracking.files import write_whole
+from normscale.tracking.find import FOLD
 from normscale.tracking.spool import strict
 from normscale.train.trained import trained
 
@@ -107,7 +108,7 @@ def fold_run(run_dir: Path, batches: int, step: int | None = None, int8: bool = 
     sequences = config.train.batch * len(held_out)
     result = Fold(found.record.run_id, found.step, sequences, folding, differences, measured)
     try:
-        write_whole(folder / "fold.json", json.dumps(result.as_json(), allow_nan=False, indent=1) + "\n")
+        write_whole(folder / FOLD, json.dumps(result.as_json(), allow_nan=False, indent=1) + "\n")
     except OSError as error:
         raise StoreError(f"{folder}: cannot be written ({error.strerror})") from None
     return result, folder

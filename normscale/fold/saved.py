@@ -3,6 +3,7 @@
 folded-00000120/
     model.yaml           where it comes from; the model's configuration; its form (see `normscale.fold.Form`)
     weights.safetensors  by the names of the folded model's parameters
+    fold.json            what the fold did, and how far it is from the run (`normscale.fold.run`)
 """
 
 import os

@@ -14,6 +14,7 @@ from normscale.errors import BadInput
 from normscale.progress import duration
 from normscale.tracking.spool import SPOOL
 
+FOLD = "fold.json"  # what a fold says of itself, beside the folded model
 LATEST = "latest"
 MAX_NAMED = 10  # candidates that an error lists
 NEWEST = 3  # runs that it names where nothing is like the word
@@ -24,10 +25,11 @@ def find_run(word: str, runs: Path) -> Path:
     """Returns the folder of a run: a path, a whole name in `runs`, `latest`, or the beginning or a part of one name.
 
     Raises:
-        BadInput: no run is called so, or several are; the message names them.
+        BadInput: no run is called so, or several are; the message names them. Or it is a folded model.
     """
     shown = plain(word)
     path = Path(word)
+    refuse_folded(path)
     if os.sep in word or word in (".", ".."):
         path = path.parent if path.name == SPOOL else path
         if _has_spool(path):
@@ -56,6 +58,24 @@ def find_run(word: str, runs: Path) -> Path:
         hint = f"; the newest {'is' if len(some) == 1 else 'are'} {', '.join(some)}"
     count = f"{len(names)} run{'' if len(names) == 1 else 's'}; normscale show lists the newest"
     raise BadInput(f"{shown}: no run in {runs} is called so{hint} ({count})")
+
+
+def refuse_folded(path: Path) -> None:
+    """Lets every path pass but a folded model's folder, and the files in it.
+
+    Raises:
+        BadInput: it is one; the message says what can be done with it.
+    """
+    try:
+        folder = next((folder for folder in (path, path.parent) if (folder / FOLD).is_file()), None)
+    except (OSError, ValueError):
+        return
+    if folder is not None:
+        run = plain(folder.resolve().parent.name)
+        raise BadInput(
+            f"{plain(str(path), 200)}: a folded model, which no command goes on with; name its run ({run}), or load it "
+            f"in Python with normscale.fold.saved.load ({FOLD} in it says what was folded)"
+        )
 
 
 def folders_of(words: Sequence[str], runs: Path) -> dict[Path, list[str] | None]:

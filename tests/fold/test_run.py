@@ -86,6 +86,23 @@ def test_the_command_tells_of_each_norm_and_each_precision(run_dir: Path, capsys
     assert json.loads(capsys.readouterr().out)["int8"].keys() == {"unfolded", "folded"}
 
 
+def test_commands_say_of_a_folded_model_what_can_be_done_with_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = fold_run(run_dir, batches=1)
+    asked = [[command, str(folder)] for command in ("show", "translate", "removal", "fold", "train", "check")]
+    asked += [["diff", str(run_dir), f"{folder}/"], ["check", str(folder / "model.yaml")], ["sync", str(folder)]]
+    monkeypatch.chdir(run_dir)
+    for words in (*asked, ["show", folder.name]):
+        assert main(words) == 2, words
+        err = capsys.readouterr().err
+        assert f"{folder.name}" in err
+        assert "a folded model, which no command goes on with; name its run" in err, words
+        assert f"({run_dir.name}), or load it in Python with normscale.fold.saved.load" in err
+        assert err.count("\n") == 1
+    assert main(["show", str(run_dir)]) == 0
+
+
 def test_what_cannot_be_folded_is_said_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
