@@ -83,7 +83,7 @@ class _Search:
             return []
         parts = _parts(op)
         if not parts:
-            what = f"the norm {op.norm}" if op.norm else f"a {op.name}"
+            what = f"the norm {op.norm}" if op.norm else f"the operation {op.name}"
             raise Blocked(f"what it reads is no sum of projections: {what} is in it")
         return parts
 

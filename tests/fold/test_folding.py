@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import normscale.fold.folding as module
+from normscale.config.precision import PrecisionConfig
 from normscale.config.schema import ModelConfig
 from normscale.errors import BadInput, RunFailed
 from normscale.fold import Folding, fold
@@ -14,6 +15,7 @@ from normscale.fold.folding import unfolded
 from normscale.models.builder import build
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
+from normscale.train.engines.plain import PlainEngine
 
 VOCAB = 32
 TOKENS = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -139,6 +141,26 @@ def test_a_side_of_another_norm_keeps_the_mean_in_the_token_vectors_that_both_re
     assert all(norm.into for norm in folding.norms)
     assert any("(rmsnorm) reads the same, with its mean" in reason for reason in reasons(folding, "mean_stays"))
     assert not folding.form.centred
+
+
+def test_what_is_multiplied_channel_by_channel_keeps_its_mean() -> None:
+    only = {"scale_attn": False, "scale_fc": False, "scale_heads": False, "scale_resids": True}
+    _, folding = folded(scheme="normformer", scheme_options=only)
+    assert all(norm.into for norm in folding.norms)
+    in_it = "what it reads is no sum of projections: the operation addcmul is in it"
+    assert in_it in reasons(folding, "mean_stays")
+    assert not folding.form.centred
+
+
+@pytest.mark.parametrize("precision", [{"stream": "bf16"}, {"compute": "fp16"}, {"compute": "bf16", "params": "bf16"}])
+def test_the_precision_of_the_run_is_none_of_the_fold(precision: dict[str, Any]) -> None:
+    model, inputs = model_of()
+    PlainEngine(model, PrecisionConfig(**precision), torch.device("cpu"))
+    new, folding = fold(model, inputs)
+    assert folding.whole
+    assert {parameter.dtype for parameter in new.parameters()} == {torch.float64}
+    assert new(**inputs).dtype is torch.float64
+    assert apart(model, new, inputs) < 1e-12
 
 
 def test_an_eps_outside_the_root_stays_there() -> None:

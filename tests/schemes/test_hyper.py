@@ -141,6 +141,17 @@ def test_sinkhorn_leaves_a_doubly_stochastic_matrix(scale: float) -> None:
     assert torch.isfinite(sinkhorn(1e4 * logits, 20)).all()
 
 
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_an_iteration_is_rows_and_then_columns(iterations: int) -> None:
+    logits = 3.0 * torch.randn(50, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    m = logits.exp()
+    for _ in range(iterations):
+        m = m / m.sum(-1, keepdim=True)
+        m = m / m.sum(-2, keepdim=True)
+    torch.testing.assert_close(sinkhorn(logits, iterations), m, rtol=0, atol=2e-3)  # it adds 1e-6 to every sum
+    assert (sinkhorn(logits, iterations + 1) - m).abs().max() > 1e-2
+
+
 def test_no_stream_grows_through_mhcs_mixing_and_through_a_free_one_it_may() -> None:
     """A product of doubly stochastic matrices is one: at most 1 comes of 1, at whatever depth."""
     generator = torch.Generator().manual_seed(0)
