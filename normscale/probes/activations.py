@@ -18,16 +18,16 @@ class Activations(Probe):
 
     Of the stream also the mean of all entries against the RMS, the branch's RMS against it, and its growth: the slope
     of log RMS over log site index, on the side with the head. The model fills one row for each branch and stream as it
-    runs (`ops.statistics`); micro-batches are folded here, on the device. Of a scheme with several streams the first is
-    reported; the headroom is that of all. An RMS below 1e-22 or above 1e19, whose squares fp32 does not hold, is given
-    as the least or the largest that its largest entry allows.
+    runs (`ops.statistics`); micro-batches are folded here, on the device. The stream of a scheme with several is the
+    first of them; of the others the largest RMS is reported, and the headroom is that of all. An RMS below 1e-22 or
+    above 1e19, whose squares fp32 does not hold, is given as the least or the largest that its largest entry allows.
     """
 
     name = "activations"
 
     def attach(self, subject: Subject) -> None:
         self.sites, self.per_site, self.width = len(subject.sites), subject.rows_per_site, subject.width
-        self.has_z = subject.sums
+        self.streams, self.has_z = subject.streams, subject.sums
         count = self.sites * self.per_site
         self.rows = torch.zeros(count, 3, device=subject.device)
         self.entries = torch.zeros(count, 1, device=subject.device)  # their sums
@@ -91,6 +91,8 @@ class Activations(Probe):
             "branch_nonfinite": nonfinite[:, 0],
             "branch_ratio": ratio,
         }
+        if self.streams > 1:
+            profiles["other_stream_rms"] = rms[:, 2 : 1 + self.streams].max(axis=1)
         if self.has_z:
             profiles |= {"z_rms": rms[:, -1], "z_absmax": absmax[:, -1], "z_nonfinite": nonfinite[:, -1]}
         room = self.headroom.read(self.step, (absmax * self.room).max(axis=1))

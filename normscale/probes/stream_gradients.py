@@ -15,7 +15,8 @@ class StreamGradients(Probe):
 
     What is differentiated is the mean loss over the targets of the global batch; the norm is over all positions of all
     micro-batches and ranks together. Each of them holds its own part of that gradient, so that squares add up: neither
-    accumulation nor ranks nor a loss scale change the number. Of a scheme with several streams the first is reported.
+    accumulation nor ranks nor a loss scale change the number. The stream of a scheme with several is the first of them;
+    of the others the largest norm is reported.
     Where entries are so small that fp32 does not hold their squares, below 1e-22, the norm is given as that of the
     largest one: the true norm is not less.
     """
@@ -23,7 +24,7 @@ class StreamGradients(Probe):
     name = "stream_gradients"
 
     def attach(self, subject: Subject) -> None:
-        self.sites, self.per_site = len(subject.sites), subject.rows_per_site
+        self.sites, self.per_site, self.streams = len(subject.sites), subject.rows_per_site, subject.streams
         count = self.sites * self.per_site
         self.rows = torch.zeros(count, 3, device=subject.device)
         self.sums = torch.zeros(count, 2, dtype=torch.float64, device=subject.device)
@@ -58,4 +59,6 @@ class StreamGradients(Probe):
             "stream_grad_absmax": absmax[:, 1],
             "stream_grad_nonfinite": nonfinite[:, 1],
         }
+        if self.streams > 1:
+            profiles["other_stream_grad_norm"] = norms[:, 2 : 1 + self.streams].max(axis=1)
         return Reading(profiles=profiles)

@@ -151,7 +151,8 @@ def has_trained(gap: float) -> bool:
 
 # Arrays over depth, in the `profile` records; rows are named in the start record (`rows`).
 PROFILES: dict[str, str] = {
-    "stream_rms": "RMS of the residual stream after each site",
+    "stream_rms": "RMS of the residual stream after each site; of several streams, the first",
+    "other_stream_rms": "largest RMS of a scheme's other streams after each site",
     "stream_absmax": "largest absolute value of the stream after each site",
     "branch_rms": "RMS of each site's branch output, before it joins the stream",
     "branch_absmax": "largest absolute value of each site's branch output",
@@ -166,8 +167,9 @@ PROFILES: dict[str, str] = {
     "z_absmax": "largest absolute value of what each site normalises",
     "z_nonfinite": "number of non-finite entries of what each site normalises",
     "stream_grad_norm": "L2 norm of the gradient of the global batch's mean loss by the stream after each site",
-    "stream_grad_absmax": "largest absolute value of that gradient",
-    "stream_grad_nonfinite": "number of non-finite entries of that gradient",
+    "other_stream_grad_norm": "the same of a scheme's other streams, the largest of them",
+    "stream_grad_absmax": "largest absolute value of the gradient by the stream",
+    "stream_grad_nonfinite": "number of non-finite entries of the gradient by the stream",
     "headroom_bits": "bits to an overflow: log2 of a format's largest number over the largest of branch, stream and z",
     "update_rel": "length of the step over that of the weights, of each sublayer's parameters (an estimate above 2M)",
     "attn_logit_max": "largest attention logit of sampled queries, NaN at sites without attention",

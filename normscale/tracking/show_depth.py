@@ -23,9 +23,11 @@ TOO_MANY = re.compile(
 
 SHOWN = {
     "stream_rms": ("stream RMS", BY_SIDE),
+    "other_stream_rms": ("other streams", BY_SIDE),
     "branch_ratio": ("branch / stream", BY_SIDE),
     "grad_norm": ("gradient", BY_KIND),
     "stream_grad_norm": ("stream gradient", BY_SIDE),
+    "other_stream_grad_norm": ("other gradient", BY_SIDE),
     "stream_grad": ("stream gradient", BY_SIDE),
     "headroom_bits": ("headroom, bits", BY_SIDE),
     "update_rel": ("step / weights", BY_SIDE),

@@ -48,7 +48,9 @@ Take = Callable[[Mapping[str, RunConfig]], Mapping[str, str]]
 class AtInit:
     """One scheme at one depth. `update` is that of one step over its learning rate, by optimizer.
 
-    Shape: stream_rms, gradient [sites].
+    `stream_rms` is of the first stream where a scheme has several, `other_stream_rms` the largest of the others.
+
+    Shape: stream_rms, gradient, other_stream_rms [sites].
     """
 
     blocks: int
@@ -56,6 +58,7 @@ class AtInit:
     stream_rms: NDArray[np.float64]
     gradient: NDArray[np.float64]
     update: Mapping[Optimizer, float]
+    other_stream_rms: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,9 +173,16 @@ def _at_init(blocks: int, records: Mapping[Optimizer, RunRecord | None]) -> AtIn
     if not have:
         return None
     first = next(iter(have.values()))
-    profiles = [first.profiles[name].data[0].astype(np.float64) for name in ("stream_rms", "grad_norm")]
+    arrays = {name: profile.data[0].astype(np.float64) for name, profile in first.profiles.items()}
     updates: dict[Optimizer, float] = {}
     for optimizer, record in have.items():
         if "update" in record.series and record.series["update"].values:
             updates[optimizer] = record.series["update"].values[-1] / RATES[optimizer]
-    return AtInit(blocks, int(first.start["model"]["params"]), profiles[0], profiles[1], updates)
+    return AtInit(
+        blocks,
+        int(first.start["model"]["params"]),
+        arrays["stream_rms"],
+        arrays["grad_norm"],
+        updates,
+        arrays.get("other_stream_rms"),
+    )

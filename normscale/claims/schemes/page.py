@@ -118,7 +118,14 @@ def _at_init(one: Measured) -> list[str]:
     labels = [f"{at.blocks} blocks" for at in one.at]
     streams = [Curve(label, at.stream_rms.tolist()) for label, at in zip(labels, one.at, strict=True)]
     gradients = [Curve(label, at.gradient.tolist()) for label, at in zip(labels, one.at, strict=True)]
-    panels = [drawing.panel("RMS of the stream", streams), drawing.panel("gradient of each sublayer", gradients)]
+    others = [
+        Curve(label, at.other_stream_rms.tolist())
+        for label, at in zip(labels, one.at, strict=True)
+        if at.other_stream_rms is not None
+    ]
+    panels = [drawing.panel("RMS of the first stream" if others else "RMS of the stream", streams)]
+    panels += [drawing.panel("largest RMS of the others", others)] if others else []
+    panels.append(drawing.panel("gradient of each sublayer", gradients))
     rows = [
         [
             label,

@@ -56,6 +56,16 @@ def test_the_page_is_one_file_with_what_is_known_and_says_what_is_not(
     assert not list((tmp_path / "runs").glob("p*-L*"))  # measurements lie in a folder of their own
 
 
+def test_of_several_streams_the_page_shows_the_first_and_the_others(tmp_path: Path) -> None:
+    path = write_schemes(tmp_path / "runs", ["residual"], tmp_path / "reports", depths=(2,), take=here)
+    page = path.read_text()
+    assert "RMS of the first stream" in page
+    assert "largest RMS of the others" in page
+    path = write_schemes(tmp_path / "runs", ["pre"], tmp_path / "reports", depths=(2,), take=here)
+    assert "RMS of the stream" in path.read_text()
+    assert "the others" not in path.read_text()
+
+
 def test_an_unknown_scheme_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'post'"):
         write_schemes(tmp_path / "runs", ["pos"], tmp_path / "reports")
