@@ -15,7 +15,7 @@ from normscale.norms.norm import AffineNorm, GainOptions, register, wide
 class PartialRMSNorm(AffineNorm):
     """gamma * x / sqrt(mean(x_1^2 .. x_k^2) + eps), with k = ceil(share * D): an estimate of the RMS by k channels.
 
-    Reference: Zhang and Sennrich 2019, arXiv:1910.07467, section 4 (pRMSNorm; 6.25 % of the channels in its tables).
+    Reference: Zhang and Sennrich 2019, arXiv:1910.07467, section 5 (pRMSNorm; 6.25 % of the channels in its tables).
     """
 
     class Options(GainOptions):

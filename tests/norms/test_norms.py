@@ -7,9 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch._dynamo.testing import CompileCounter
 
-from normscale.config.schema import ModelConfig
 from normscale.errors import BackendError, ConfigError
-from normscale.models.builder import build
 from normscale.norms import find_norm, norm_names
 from normscale.ops.residual_norm import residual_norm
 from normscale.ops.spec import NormSpec
@@ -195,26 +193,6 @@ def test_narrow_inputs_have_statistics_in_fp32(name: str) -> None:
     got = make(name)(x)
     assert got.dtype is torch.float16
     torch.testing.assert_close(got.float(), make(name)(x.float()), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("name", norm_names())
-def test_twenty_four_blocks_train(name: str) -> None:
-    options = {"share": 0.5} if name == "prmsnorm" else {}  # one channel of 16 would estimate too badly
-    config = ModelConfig(M=24, d=16, heads=2, context=16, scheme="pre", norm=name, norm_options=options)
-    model = build(config, 32, 0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
-    tokens = torch.arange(16)[None] % 8
-    losses = []
-    for _ in range(1 if name == "maxnorm" else 20):
-        loss = torch.nn.functional.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    if name == "maxnorm":  # which normalises nothing: 48 branches in, the stream has exploded
-        assert losses[0] > 1e6
-    else:
-        assert losses[-1] < losses[0] - 0.5, losses
 
 
 @pytest.mark.parametrize(
