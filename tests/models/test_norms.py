@@ -44,6 +44,13 @@ def test_a_norm_by_branch_reaches_its_sites_and_q_and_k() -> None:
         assert kind == ("rmsnorm" if ".qk_norm." in name else "layernorm"), name
 
 
+def test_a_norm_of_attention_is_that_of_cross_attention_too() -> None:
+    config = ModelConfig(**SIZE, **BOTH, scheme="pre", norms={"attention": "dyt", "qk": "scalenorm"}, qk_norm="head")
+    for name, kind in kinds(config).items():
+        want = "dyt" if ".self." in name or ".cross." in name else "layernorm"
+        assert kind == ("scalenorm" if ".qk_norm." in name else want), name
+
+
 def test_options_come_with_the_norm_and_numbers_depend_on_both() -> None:
     config = ModelConfig(**SIZE, **BOTH, norms={"encoder": RMS, "decoder": "rmsnorm"})
     norms = [layer.own.norm for layer in build(config, 32, 0).sublayers()]

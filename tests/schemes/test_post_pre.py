@@ -1,49 +1,71 @@
 """Post-, Pre- and DeepNorm against references written out here, and how their streams grow."""
 
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normscale.config.schema import ModelConfig
-from normscale.models.attention import Context
 from normscale.models.builder import build
-from normscale.models.stack import Transformer
 from normscale.ops.statistics import Buffers
+from normscale.schemes import find_scheme
+from tests.schemes.written import FORMS, TOKENS, assert_unit_gains, branch, compare, ln, made, norm, owned
+
+# DeepNorm's alpha of 3 encoder blocks, of 5 decoder blocks, and of 2 beside 3.
+ALPHAS = {
+    "encoder": {"encoder": 6 ** (1 / 4)},
+    "decoder": {"decoder": 10 ** (1 / 4)},
+    "encoder-decoder": {"encoder": 0.81 * (2**4 * 3) ** (1 / 16), "decoder": 9 ** (1 / 4)},
+}
 
 
-def embedded(model: Transformer, tokens: Tensor) -> Tensor:
-    assert model.position is not None
-    return model.token[tokens] * model.d**0.5 + model.position[: tokens.shape[1]]
+def stack_of(scheme: str, form: str, final_norm: bool = True) -> Any:
+    def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+        for layer in layers:
+            if scheme == "pre":
+                x = x + branch(layer, ln(x, layer.own.norm), memory)
+            else:
+                alpha = ALPHAS[form][layer.site.side] if scheme == "deepnorm" else 1.0
+                x = ln(alpha * x + branch(layer, x, memory), layer.own.norm)
+        return ln(x, ends.norm) if scheme == "pre" and final_norm else x
+
+    return stack
 
 
-def norm(x: Tensor, own: torch.nn.Module) -> Tensor:
-    parts = dict(own.named_parameters())
-    return F.layer_norm(x, x.shape[-1:], parts["norm.gamma"], parts["norm.bias"], 1e-5)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scheme", ["post", "pre", "deepnorm"])
+def test_the_stack_equals_its_formula(scheme: str, form: str) -> None:
+    compare(made(scheme, *FORMS[form]), stack_of(scheme, form))
 
 
-@pytest.fixture(params=["post", "pre", "deepnorm"])
-def model(request: pytest.FixtureRequest) -> Transformer:
-    built = build(ModelConfig(M=5, d=32, heads=4, context=12, scheme=request.param, positions="learned"), 64, 3)
-    with torch.no_grad():  # gains and biases that are not 1 and 0, so that leaving one out shows
-        for p in built.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return built
+def test_logits_are_products_with_the_token_vectors() -> None:
+    model = made("pre", 0, 3)
+    torch.testing.assert_close(model(TOKENS), model.features(TOKENS) @ model.token.T)
 
 
-def test_the_stack_equals_its_formula(model: Transformer) -> None:
-    tokens = torch.randint(0, 64, (2, 12))
-    x = embedded(model, tokens)
-    for sublayer in model.sublayers():
-        if model.scheme.name == "pre":
-            x = x + sublayer.branch(norm(x, sublayer.own), Context())
-        else:
-            alpha = {"post": 1.0, "deepnorm": 10 ** (1 / 4)}[model.scheme.name]
-            x = norm(alpha * x + sublayer.branch(x, Context()), sublayer.own)
-    if model.scheme.name == "pre":
-        x = norm(x, model.ends)
-    torch.testing.assert_close(model.features(tokens), x, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model(tokens), x @ model.token.T, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("form", FORMS)
+def test_without_its_final_norm_the_stream_leaves_as_it_is(form: str) -> None:
+    compare(made("pre", *FORMS[form], final_norm=False), stack_of("pre", form, final_norm=False))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "site", "ends"),
+    [
+        ("post", ("norm",), {}),
+        ("deepnorm", ("norm",), {}),
+        ("pre", ("norm",), norm("norm")),
+        ("peri", ("norm", "out_norm"), norm("norm")),
+        ("reordered", ("norm",), norm("norm")),
+    ],
+)
+def test_what_they_own(scheme: str, site: tuple[str, ...], ends: dict[str, tuple[int, ...]]) -> None:
+    if scheme != "deepnorm":
+        assert_unit_gains(find_scheme(scheme)())
+    found = owned(made(scheme, 2, 2))
+    assert (found.pop("ends"), found.pop("source ends")) == (ends, ends)
+    each = {name: shape for one in site for name, shape in norm(f"own.{one}").items()}
+    assert found == dict.fromkeys(found, each)
 
 
 def stream_rms(scheme: str, blocks: int) -> Tensor:
