@@ -40,6 +40,11 @@ def affine_of(norm: Norm) -> tuple[Tensor | None, Tensor | None]:
     return norm.gain() if isinstance(norm, AffineNorm) else None, norm.bias
 
 
+def taken_of(norm: Norm) -> tuple[Tensor | None, Tensor | None]:
+    """Returns what of a norm the projections that read it may take up: all of it, where it is constant."""
+    return norm.constants() or affine_of(norm)
+
+
 def affine_folds(model: Transformer, flow: Flow) -> list[Affine]:
     """Returns what becomes of the gain and bias of every norm of a model, in model order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -47,7 +52,7 @@ def affine_folds(model: Transformer, flow: Flow) -> list[Affine]:
 
 
 def _folded(model: Transformer, flow: Flow, name: str, norm: Norm, names: Mapping[int, str]) -> Affine:
-    if norm.gamma is None and norm.bias is None:
+    if all(part is None for part in taken_of(norm)):
         return Affine(name)
     try:
         _check_last(norm)
@@ -82,12 +87,14 @@ def _check_weight(model: Transformer, weight: Tensor, name: str | None) -> None:
 @torch.no_grad()
 def _check_last(norm: Norm) -> None:
     """Raises Blocked unless a norm is the one without gain and bias, times the gain, plus the bias."""
-    weight = norm.gamma if norm.gamma is not None else norm.bias
+    gain, bias = taken_of(norm)
+    weight = gain if gain is not None else bias
     assert weight is not None
     x = torch.linspace(-2, 3, 3 * norm.width, dtype=weight.dtype, device=weight.device).sin().view(3, -1)
-    plain, (gain, bias) = copy.deepcopy(norm), affine_of(norm)
+    plain = copy.deepcopy(norm)
     plain.gamma = plain.bias = None
-    y = plain(x) if gain is None else plain(x) * gain
+    y = x if norm.constants() is not None else plain(x)
+    y = y if gain is None else y * gain
     if not torch.allclose(y if bias is None else y + bias, norm(x), rtol=1e-9, atol=1e-12):
         raise Blocked("its gain and bias are not the last thing that it does")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import BadInput, RunFailed
-from normscale.fold.affine import HEAD, Affine, affine_folds, affine_of
+from normscale.fold.affine import HEAD, Affine, affine_folds, taken_of
 from normscale.fold.centring import MEANLESS, Stream, centre, streams_of
 from normscale.fold.flow import flow_of
 from normscale.fold.form import Form, learn_positions, untie
@@ -26,7 +26,8 @@ EXACT = 1e-9
 class NormFold:
     """What became of one norm. A reason says why gain and bias, or the mean, stay; None where they went or never were.
 
-    `into` are the weights that took up gain and bias, `centred` says that a LayerNorm has become an RMSNorm.
+    `into` are the weights that took up gain and bias, `centred` says that a LayerNorm has become an RMSNorm, `gone`
+    that nothing is left of a norm that is constant in evaluation.
     """
 
     norm: str
@@ -35,6 +36,7 @@ class NormFold:
     affine_stays: str | None
     centred: bool
     mean_stays: str | None
+    gone: bool = False
 
     @property
     def whole(self) -> bool:
@@ -70,8 +72,8 @@ def fold(model: Transformer, inputs: Mapping[str, Tensor]) -> tuple[Transformer,
 
     Into the projections that read a norm go its gain, W' = W diag(gamma), and its bias, b' = b + W bias; into all that
     writes into the stream goes the mean that LayerNorms take out of it, and these become RMSNorms. What each token is
-    divided by stays: it is of the token. Which norms allow it is seen in one pass over `inputs`, and so is that the
-    result is the same.
+    divided by stays: it is of the token. A batch norm, whose running statistics are of no token, goes as a whole.
+    Which norms allow it is seen in one pass over `inputs`, and so is that the result is the same.
 
     Args:
         model: an eager one; it is left as it is.
@@ -122,22 +124,24 @@ def _apply(model: Transformer, affine: list[Affine], streams: list[Stream]) -> t
         for stream in useful:
             stream.writers = [name for name in stream.writers if name != "sinusoids"] + tables
 
-    biased = [name for each in gone if _norm(model, each.norm).bias is not None for name in each.into]
+    biased = [name for each in gone if taken_of(_norm(model, each.norm))[1] is not None for name in each.into]
+    nothing = tuple(each.norm for each in gone if _norm(model, each.norm).constants() is not None)
     form = Form(
-        plain=tuple(each.norm for each in gone),
+        plain=tuple(each.norm for each in gone if each.norm not in nothing),
+        nothing=nothing,
         centred=centred,
         biases=tuple(name.removesuffix(".weight") for name in biased if name != HEAD and _unbiased(model, name)),
         logit_bias=HEAD in biased,
     )
     Form(biases=form.biases, logit_bias=form.logit_bias).put_on(new)
     for each in gone:
-        gain, bias = affine_of(_norm(model, each.norm))
+        gain, bias = taken_of(_norm(model, each.norm))
         for name in each.into:
             _take_up(new, name, gain, None if bias is None else each.factor * bias)
     for stream in useful:
         centre(new, stream)
-    Form(plain=form.plain, centred=form.centred).put_on(new)
-    return new, Folding(tuple(_told(model, affine, streams, centred)), form, untied, positions)
+    Form(plain=form.plain, centred=form.centred, nothing=form.nothing).put_on(new)
+    return new, Folding(tuple(_told(model, affine, streams, form)), form, untied, positions)
 
 
 def _take_up(model: Transformer, name: str, gain: Tensor | None, bias: Tensor | None) -> None:
@@ -151,16 +155,17 @@ def _take_up(model: Transformer, name: str, gain: Tensor | None, bias: Tensor | 
         weight.mul_(gain)
 
 
-def _told(model: Transformer, affine: list[Affine], streams: list[Stream], centred: tuple[str, ...]) -> list[NormFold]:
+def _told(model: Transformer, affine: list[Affine], streams: list[Stream], form: Form) -> list[NormFold]:
     of = {name: stream for stream in streams for name in stream.readers}
     found = []
     for each in affine:
         kind, stays = _norm(model, each.norm).name, None
-        if kind == MEANLESS and each.norm not in centred:
+        if kind == MEANLESS and each.norm not in form.centred:
             stream = of.get(each.norm)
             reason = "no pass reaches it" if stream is None else stream.stays
             stays = reason or "its bias stays, and an RMSNorm has none"
-        found.append(NormFold(each.norm, kind, each.into, each.stays, each.norm in centred, stays))
+        at = each.norm
+        found.append(NormFold(at, kind, each.into, each.stays, at in form.centred, stays, at in form.nothing))
     return found
 
 

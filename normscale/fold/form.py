@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normscale.models.stack import Transformer
 from normscale.norms import Norm, find_norm
@@ -12,10 +12,13 @@ from normscale.norms import Norm, find_norm
 
 @dataclass(frozen=True)
 class Form:
-    """Names of modules: norms without gain and bias, LayerNorms that are RMSNorms, projections that got a bias."""
+    """Names of modules: norms without gain and bias, LayerNorms that are RMSNorms, norms of which nothing is left,
+    projections that got a bias.
+    """
 
     plain: tuple[str, ...] = ()
     centred: tuple[str, ...] = ()
+    nothing: tuple[str, ...] = ()
     biases: tuple[str, ...] = ()
     logit_bias: bool = False
 
@@ -28,9 +31,10 @@ class Form:
         for name in self.plain:
             norm = cast(Norm, model.get_submodule(name))
             norm.gamma = norm.bias = None
-        for name in self.centred:
-            parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._modules[leaf] = without_mean(model.get_submodule(name))
+        for names, without in ((self.centred, without_mean), (self.nothing, without_anything)):
+            for name in names:
+                parent, _, leaf = name.rpartition(".")
+                model.get_submodule(parent)._modules[leaf] = without(model.get_submodule(name))
         for name in self.biases:
             weight = model.get_parameter(f"{name}.weight")
             model.get_submodule(name).bias = nn.Parameter(weight.new_zeros(len(weight)))
@@ -49,6 +53,22 @@ def without_mean(norm: nn.Module) -> Norm:
     found = kind(norm.width, norm.eps, kind.Options(**kept))
     found.backend, found.gamma = norm.backend, norm.gamma
     return found.to(norm.eps_tensor.device)
+
+
+class Nothing(Norm):
+    """x: what is left of a norm that is constant in evaluation, when the weights that read it have taken it up."""
+
+    name = "nothing"
+    has_eps = False
+
+    def eager(self, x: Tensor) -> Tensor:
+        return x
+
+
+def without_anything(norm: nn.Module) -> Norm:
+    """Returns what stands in the place of a norm that has gone into weights as a whole."""
+    assert isinstance(norm, Norm)
+    return Nothing(norm.width, norm.eps, Nothing.Options()).to(norm.eps_tensor.device)
 
 
 @torch.no_grad()

@@ -50,6 +50,12 @@ class BatchNorm(AffineNorm):
         mean, var = self._of_tokens(x_wide.flatten(0, -2)) if self.training else (self.running_mean, self.running_var)
         return self.affine((x_wide - mean) * torch.rsqrt(var + self.current_eps()), x.dtype)
 
+    def constants(self) -> tuple[Tensor, Tensor]:
+        scale, gain = torch.rsqrt(self.running_var + self.eps), self.gain()
+        scale = scale if gain is None else scale * gain
+        shift = -self.running_mean * scale
+        return scale, shift if self.bias is None else shift + self.bias
+
     def _of_tokens(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and variance over rows, and brings the running ones up to date.
 

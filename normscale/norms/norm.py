@@ -69,6 +69,10 @@ class Norm(nn.Module, ABC):
         Shape: x [..., D]; result the same.
         """
 
+    def constants(self) -> tuple[Tensor, Tensor] | None:
+        """Returns what evaluation multiplies by and adds, a channel; None where it depends on the input."""
+        return None
+
     def forward(self, x: Tensor) -> Tensor:
         if (self.backend != "auto" or not x.is_cpu) and (backend := self.backend_for(x)) != "eager":
             return self.run(backend, x)

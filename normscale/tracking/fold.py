@@ -50,7 +50,8 @@ def _alike(norms: Iterable[Mapping[str, Any]]) -> dict[tuple[str, tuple[str, ...
 def _said(norm: Mapping[str, Any]) -> list[str]:
     lines = []
     if norm["into"]:
-        lines.append(f"gain and bias: into {', '.join(dict.fromkeys(_anywhere(name) for name in norm['into']))}")
+        what = "statistics, gain and bias, all of it" if norm["gone"] else "gain and bias"
+        lines.append(f"{what}: into {', '.join(dict.fromkeys(_anywhere(name) for name in norm['into']))}")
     if norm["affine_stays"]:
         lines.append(f"gain and bias stay: {norm['affine_stays']}")
     if norm["centred"]:

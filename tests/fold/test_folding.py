@@ -163,6 +163,37 @@ def test_the_precision_of_the_run_is_none_of_the_fold(precision: dict[str, Any])
     assert apart(model, new, inputs) < 1e-12
 
 
+def with_statistics(model: Transformer) -> Transformer:
+    """Gives batch norms running statistics other than those they start with."""
+    generator = torch.Generator().manual_seed(2)
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer.copy_(0.2 + torch.rand(buffer.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"gain": False, "bias": False}, {"zero_centred": True}])
+@pytest.mark.parametrize("sides", [{}, {"N": 2}])
+def test_of_a_batch_norm_nothing_stays(sides: dict[str, int], options: dict[str, bool]) -> None:
+    model, inputs = model_of(norm="batchnorm", eps=0.1, bias=False, norm_options=options, **sides)
+    new, folding = fold(with_statistics(model), inputs)
+    assert apart(model, new, inputs) < 1e-12
+    assert folding.whole
+    assert all(norm.gone and norm.into for norm in folding.norms)
+    assert not [name for name in new.state_dict() if "running" in name or "gamma" in name]
+    x = torch.randn(2, 8, 16)
+    assert all(m(x) is x for m in new.modules() if isinstance(m, Norm))
+
+
+def test_a_batch_norm_whose_output_is_a_residual_stays() -> None:
+    model, inputs = model_of(norm="batchnorm", scheme="keel")
+    _, folding = fold(with_statistics(model), inputs)
+    assert {norm.norm.rpartition(".")[2] for norm in folding.norms if not norm.gone} == {"out_norm"}
+    assert all("residual sum" in str(norm.affine_stays) for norm in folding.norms if not norm.gone)
+    with pytest.raises(BadInput, match="post cannot be folded"):
+        fold(*model_of(norm="batchnorm", scheme="post"))
+
+
 def test_an_eps_outside_the_root_stays_there() -> None:
     new, folding = folded(norm_options={"eps_place": "outside"}, eps=0.1)
     assert folding.whole

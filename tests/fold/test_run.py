@@ -117,6 +117,21 @@ def test_what_cannot_be_folded_is_said_and_nothing_is_written(
     assert not list(run_dir.glob("folded*"))
 
 
+def test_a_run_with_batch_norms_is_written_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"M": 2, "d": 16, "heads": 2, "context": 16, "scheme": "pre", "norm": "batchnorm"}
+    run_dir = run(config(tmp_path, model=model)).run_dir
+    assert main(["fold", str(run_dir), "--batches", "1", "--int8"]) == 0
+    out = capsys.readouterr().out
+    assert "5 of 5 norms folded whole" in out
+    assert "statistics, gain and bias, all of it: into blocks.*.ffn.up.weight" in out
+    new, _ = load(run_dir / "folded-00000006")
+    assert not [name for name in new.state_dict() if "norm" in name]
+    batch = held_out_batches(load_task(config(run_dir.parent)), 4, 1)[0]
+    with torch.no_grad():
+        old = trained(run_dir).engine.inner.eval()(batch.tokens_BT)
+        torch.testing.assert_close(new(batch.tokens_BT), old, rtol=1e-4, atol=1e-4)
+
+
 def test_a_bf16_encoder_and_decoder_fold_too(tmp_path: Path) -> None:
     model = {"N": 1, "M": 1, "d": 16, "heads": 2, "context": 16, "scheme": "pre", "positions": "sinusoidal"}
     precision = {"compute": "bf16", "params": "bf16"}

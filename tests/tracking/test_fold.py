@@ -7,7 +7,7 @@ from normscale.tracking.fold import table
 
 
 def norm(name: str, **fate: Any) -> dict[str, Any]:
-    return {"norm": name, "into": [], "affine_stays": None, "centred": False, "mean_stays": None} | fate
+    return {"norm": name, "into": [], "affine_stays": None, "centred": False, "mean_stays": None, "gone": False} | fate
 
 
 SITE = "blocks.{}.sublayers.self"
