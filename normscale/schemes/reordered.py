@@ -11,7 +11,8 @@ from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site
 class ReorderedNorm(Scheme):
     """x' = x + Norm(F(x)), and one norm at the end of the stack unless `final_norm` is false; OLMo 2 is built so.
 
-    The branch sees the stream as it is: what keeps attention in bounds there is `model.qk_norm=full`.
+    The branch sees the stream as it is: what keeps attention in bounds there is `model.qk_norm=full`. Its authors have
+    a decoder alone; in an encoder, and in a decoder beside one, the rule is the same at every site.
 
     Reference: OLMo 2, arXiv:2501.00656, section 2.1.
     """
