@@ -172,14 +172,23 @@ def test_stream_gradients_are_those_of_the_mean_loss(scheme: str, how: str) -> N
     assert not notes.profiles[1, "stream_grad_nonfinite"].any()
 
 
-@pytest.mark.parametrize(("scheme", "streams"), [("residual", 2), ("siamese", 2), ("hyper", 4), ("pre", 1)])
-def test_of_a_schemes_other_streams_the_largest_is_reported(scheme: str, streams: int) -> None:
-    window, model = uneven(1), twin(scheme)
+@pytest.mark.parametrize(
+    ("scheme", "options", "streams"),
+    [
+        ("residual", {"s": 0.01}, 2),  # the second stream is the smaller one
+        ("residual", {"a": 30.0}, 2),  # and here its gradient is
+        ("siamese", {}, 2),
+        ("hyper", {}, 4),
+        ("pre", {}, 1),
+    ],
+)
+def test_of_a_schemes_other_streams_the_largest_is_reported(scheme: str, options: dict[str, Any], streams: int) -> None:
+    window, model = uneven(1), twin(scheme, scheme_options=options)
     seen: list[tuple[Tensor, ...]] = []
     for sublayer in model.sublayers():
         sublayer.register_forward_hook(lambda m, a, out: seen.append(out))
     loss = summed_loss(model(window[0].tokens_BT), window[0].targets_BT) / window[0].n_targets
-    notes = measured([Activations(), StreamGradients()], window, {"scheme": scheme})
+    notes = measured([Activations(), StreamGradients()], window, {"scheme": scheme, "scheme_options": options})
     assert {len(out) for out in seen} == {streams}
     if streams == 1:
         assert not [name for _, name in notes.profiles if name.startswith("other_")]
@@ -187,6 +196,10 @@ def test_of_a_schemes_other_streams_the_largest_is_reported(scheme: str, streams
     grads = torch.autograd.grad(loss, [x for out in seen for x in out], materialize_grads=True)
     rms = np.array([[float(x.detach().square().mean().sqrt()) for x in out] for out in seen])
     norms = np.array([float(g.norm()) for g in grads]).reshape(-1, streams)
+    if "s" in options:
+        assert (rms[:, 1] < rms[:, 0]).all()
+    if "a" in options:
+        assert (norms[:, 1] < norms[:, 0]).any()
     for found, want in (("stream_rms", rms[:, 0]), ("other_stream_rms", rms[:, 1:].max(1))):
         np.testing.assert_allclose(notes.profiles[1, found], want, rtol=1e-5)
     for found, want in (("stream_grad_norm", norms[:, 0]), ("other_stream_grad_norm", norms[:, 1:].max(1))):
