@@ -149,10 +149,16 @@ def translate(options: argparse.Namespace) -> int:
     for name, least in (("sentences", 1), ("beam", 1), ("penalty", 0)):
         if getattr(options, name) < least:
             raise BadInput(f"--{name}: {getattr(options, name)} is too small; give {least} or more")
+    from pydantic import ValidationError
+
     from normscale.config.probes import TranslationConfig
     from normscale.train.translate import translate
 
-    how = TranslationConfig(sentences=options.sentences, beam=options.beam, penalty=options.penalty)
+    try:
+        how = TranslationConfig(sentences=options.sentences, beam=options.beam, penalty=options.penalty)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise BadInput(f"--{wrong['loc'][0]}: {wrong['input']}: {wrong['msg'].replace('Input', 'it')}") from None
     found, path = translate(folder, how, options.checkpoint)
     said = found.as_json()
     return _tell(options, said, [*table(said, draw.look_of(sys.stdout, os.environ)), f"all of them: {path}"])

@@ -8,7 +8,7 @@ from normscale.config.values import (
     Count,
     CountOrZero,
     Flag,
-    NonNegative,
+    Number,
     Positive,
     Section,
     Whole,
@@ -49,6 +49,8 @@ class EpsilonProbeConfig(Section):
 
 
 Several = Annotated[Whole, Field(ge=2, le=10**6)]
+Beam = Annotated[Whole, Field(ge=1, le=1000)]
+Penalty = Annotated[Number, Field(ge=0, le=10)]
 
 
 class SpikesConfig(Section):
@@ -62,8 +64,8 @@ class TranslationConfig(Section):
     """Held-out lines that are translated at the end, by beam search, and scored by BLEU."""
 
     sentences: Annotated[CountOrZero, says("translation only: held-out lines translated at the end; 0: none")] = 0
-    beam: Annotated[Count, says("sequences that the search follows; 1: greedy")] = 5
-    penalty: Annotated[NonNegative, says("log-probabilities are taken over the length to this power")] = 1.0
+    beam: Annotated[Beam, says("sequences that the search follows; 1: greedy")] = 5
+    penalty: Annotated[Penalty, says("log-probabilities are taken over the length to this power")] = 1.0
 
     @model_validator(mode="after")
     def _combinations(self) -> "TranslationConfig":

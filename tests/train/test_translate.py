@@ -71,6 +71,22 @@ def test_the_command_prints_scores_and_lines(trained: Path, capsys: pytest.Captu
     assert "--penalty: -1.0 is too small; give 0 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--penalty", "nan", "--penalty: nan: it should be a finite number"),
+        ("--penalty", "1e300", "--penalty: 1e+300: it should be less than or equal to 10"),
+        ("--beam", "1000000", "--beam: 1000000: it should be less than or equal to 1000"),
+        ("--sentences", "9" * 20, f"--sentences: {'9' * 20}: it should be less than or equal to 1000000000000"),
+    ],
+)
+def test_what_no_search_can_do_is_bad_input(
+    trained: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, says: str
+) -> None:
+    assert main(["translate", trained.name, "--runs", str(trained.parent), option, value]) == 2
+    assert capsys.readouterr().err == f"normscale: {says}\n"
+
+
 def test_a_run_of_another_task_is_refused(tmp_path: Path) -> None:
     other = run(
         RunConfig.model_validate(
