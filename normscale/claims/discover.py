@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import normscale
-from normscale.claims.claim import Claim
+from normscale.claims.claim import Claim, ProfileName
 from normscale.errors import BadInput, nearest
 
 
@@ -40,17 +40,23 @@ def list_claims(folder: Path | None = None) -> list[Claim]:
     return list(claims.values())
 
 
-def select(ids: list[str], claims: list[Claim]) -> list[Claim]:
+def select(ids: list[str], claims: list[Claim], profile: ProfileName | None = None) -> list[Claim]:
     """Returns the claims asked for, each once; `core` stands for every core claim, `all` for every claim there is.
 
+    With a profile, the two stand for those of them that have it; a claim that is named is returned either way.
+
     Raises:
-        BadInput: an id is not that of a claim.
+        BadInput: an id is not that of a claim, or none of those that it stands for has the profile.
     """
     known = {claim.id: claim for claim in claims}
     chosen: dict[str, Claim] = {}
     for name in ids or ["core"]:
         if name in ("core", "all"):
-            chosen.update({claim.id: claim for claim in claims if claim.core or name == "all"})
+            found = [claim for claim in claims if claim.core or name == "all"]
+            fit = [claim for claim in found if profile is None or profile in claim.profiles]
+            if found and not fit:
+                raise BadInput(f"--profile: no claim of {name!r} has a profile {profile!r}; name claims that have it")
+            chosen.update({claim.id: claim for claim in fit})
         elif name in known:
             chosen[name] = known[name]
         else:

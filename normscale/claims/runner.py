@@ -5,6 +5,7 @@ runs with another, continues where it was. Two runners may work on the same fold
 waited for by the other.
 """
 
+import math
 import os
 import shlex
 import signal
@@ -72,17 +73,13 @@ def run_claims(
         KeyboardInterrupt: it was interrupted; the message says what is kept.
     """
     listed = list_claims()
-    claims = select(list(ids), listed)
+    claims = select(list(ids), listed, profile)
     runs, reports = runs.absolute(), reports.absolute()
-    if workers is not None and workers < 1:
-        raise BadInput(f"--workers: {workers} cannot train anything; give 1 or more")
+    _check_asked(workers, part, hours)
     configs = [
         (claim, [(cell, work_config(claim, cell, str(runs), uri)) for cell in claim.cells(profile)]) for claim in claims
     ]
     asked = [claim.id for claim in claims]
-    if hours is not None and (hours <= 0 or part is not None):
-        said = "parts are cut alike on every machine, and hours are not" if part else f"{hours:g} pays for nothing"
-        raise BadInput(f"--hours: {said}; give one of --hours and --part" if part else f"--hours: {said}; give more")
     if part is not None:
         code = _run_part(configs, profile, runs, workers, part)
         if code != 0 or not then_judge:
@@ -107,6 +104,20 @@ def run_claims(
         for line in sink.links(claims, profile):
             print(line)
     return _code(lost)
+
+
+def _check_asked(workers: int | None, part: Part | None, hours: float | None) -> None:
+    if workers is not None and workers < 1:
+        raise BadInput(f"--workers: {workers} cannot train anything; give 1 or more")
+    if hours is None:
+        return
+    if part is not None:
+        said = "parts are cut alike on every machine, and hours are not"
+        raise BadInput(f"--hours: {said}; give one of --hours and --part")
+    if not math.isfinite(hours):
+        raise BadInput(f"--hours: {hours:g} is no time; give a number of hours, or leave it out to run everything")
+    if hours <= 0:
+        raise BadInput(f"--hours: {hours:g} pays for nothing; give more")
 
 
 def _run_part(configs: Configs, profile: ProfileName, runs: Path, workers: int | None, part: Part) -> int:
@@ -141,10 +152,11 @@ def planned(
     Then what those still to do would cost, as finished runs in `runs` have it, or else runs elsewhere.
 
     Raises:
-        BadInput: there is no such claim.
+        BadInput: there is no such claim, or it cannot be run so.
     """
     lines, configs = [], []
-    for claim in select(list(ids), list_claims()):
+    _check_asked(workers, part, hours)
+    for claim in select(list(ids), list_claims(), profile):
         configs.append((claim, [(cell, work_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
     with _devices(profile):
         plans = plans_of(configs)
@@ -183,7 +195,8 @@ def _at_a_time(profile: ProfileName) -> int:
 def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | None, workers: int) -> list[str]:
     """Returns what the jobs will cost, in all and for each claim; notes it in them."""
     if not jobs:
-        return [f"all {done} runs are done already"]
+        cut = any(plan.left_out for plan in plans)
+        return [f"nothing to do, {done} done already" if cut or not done else f"all {done} runs are done already"]
     head = f"{len(jobs)} runs to do, {done} done already; "
     if cost is None:
         return [head + "what they cost on this device is not known: none has finished on it"]

@@ -47,5 +47,11 @@ def test_claims_are_chosen_by_id_or_as_core() -> None:
     assert select(["core"], claims) == [claim for claim in claims if claim.core]
     assert select(["all"], claims) == claims
     assert [claim.id for claim in select(["update-bounded", "update-bounded"], claims)] == ["update-bounded"]
+    published = [claim for claim in claims if "paper" in claim.profiles]
+    assert 0 < len(published) < len(claims)
+    assert select(["all"], claims, "paper") == published
+    assert select(["update-bounded"], claims, "paper")[0].id == "update-bounded"  # which says what it has
+    with pytest.raises(BadInput, match="no claim of 'core' has a profile 'paper'"):
+        select(["core"], [claim for claim in claims if claim not in published], "paper")
     with pytest.raises(BadInput, match=r"'update-bound': .* did you mean 'update-bounded'"):
         select(["update-bound"], claims)

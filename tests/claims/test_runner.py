@@ -211,7 +211,7 @@ def test_a_budget_says_what_runs_in_which_order_and_what_does_not(checkout: Path
         "2 two: 2 of 2 runs; all of it",
     ]
     none = lines(1e-6)
-    assert "all 0 runs are done already" in none
+    assert "nothing to do, 0 done already" in none
     assert none[-2].strip() == (
         "2 two: 0 of 2 runs; its floor takes about 0 core-minutes, for which a budget of 1e-06 hours had no room"
         " (2 runs in all)"
@@ -251,8 +251,20 @@ def test_runs_that_the_time_was_up_for_are_no_lost_ones(
     assert manifest.left_out == ("the time was up before 2 runs (L0001 pre s0 among them)",)
 
 
-def test_hours_are_more_than_none_and_not_for_a_part(checkout: Path) -> None:
-    with pytest.raises(BadInput, match=r"--hours: 0 pays for nothing"):
-        run_claims(["one"], "cpu", runs=Path("runs"), uri=None, hours=0)
-    with pytest.raises(BadInput, match=r"one of --hours and --part"):
-        run_claims(["one"], "cpu", runs=Path("runs"), uri=None, hours=1, part=runner.Part(1, 2))
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"hours": 0}, "--hours: 0 pays for nothing; give more"),
+        ({"hours": -1}, "--hours: -1 pays for nothing; give more"),
+        ({"hours": float("nan")}, "--hours: nan is no time; give a number of hours"),
+        ({"hours": float("inf")}, "--hours: inf is no time; give a number of hours"),
+        ({"hours": 1, "part": runner.Part(1, 2)}, "give one of --hours and --part"),
+        ({"workers": 0}, "--workers: 0 cannot train anything; give 1 or more"),
+    ],
+)
+def test_what_cannot_be_run_cannot_be_planned_either(checkout: Path, asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        run_claims(["one"], "cpu", runs=Path("runs"), uri=None, **asked)
+    with pytest.raises(BadInput, match=says):
+        runner.planned(["one"], "cpu", **asked)
+    assert not (checkout / "runs").exists()
