@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 OPTION_DEPTH = 16  # levels of nesting in scheme_options and norm_options; far more than any scheme needs
 
 
@@ -58,6 +59,12 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return value
 
 
+def _fp32(value: float) -> float:
+    if abs(value) > LARGEST_FP32:
+        raise conflict(f"fp32, which parameters are made in, ends at {LARGEST_FP32:.3g}; give less")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(_not_a_flag)]
 Number = Annotated[float, BeforeValidator(_not_a_flag)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -65,6 +72,7 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Options = Annotated[dict[Any, Any], AfterValidator(_plain)]
 
 Positive = Annotated[Number, Field(gt=0)]
+Fp32 = Annotated[Number, AfterValidator(_fp32)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
 Count = Annotated[Whole, Field(ge=1, le=10**12)]

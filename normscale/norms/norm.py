@@ -10,7 +10,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 import normscale.norms as package
-from normscale.config.values import Flag, Number, Section, conflict
+from normscale.config.values import Flag, Fp32, Section, conflict
 from normscale.ops.add_norm import add_norm
 from normscale.ops.backends import Backend, choose
 from normscale.ops.handles import Handle, Opening, residual_norm_handle
@@ -181,7 +181,7 @@ class GainOptions(Section):
     """What a gain of one number a channel can be told."""
 
     gain: Flag = True  # false: gamma is 1 and not trained
-    gamma_init: Number = 1.0  # where gamma starts, zero-centred or not
+    gamma_init: Fp32 = 1.0  # where gamma starts, zero-centred or not
     zero_centred: Flag = False  # gamma is 1 + w, and w is what is trained and decayed, as in Gemma
 
     @model_validator(mode="after")

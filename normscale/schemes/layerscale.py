@@ -1,9 +1,12 @@
 """LayerScale: Pre-Norm with a small trained multiplier for every channel of a branch."""
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from normscale.config.values import Positive
+from normscale.config.values import Fp32
 from normscale.ops.statistics import Statistics
 from normscale.schemes.pre import PreNorm
 from normscale.schemes.registry import register
@@ -25,7 +28,7 @@ class LayerScale(PreNorm):
     topologies = frozenset(("encoder", "decoder"))
 
     class Options(PreNorm.Options):
-        start: Positive | None = None  # what g begins at; null: by depth
+        start: Annotated[Fp32, Field(gt=0)] | None = None  # what g begins at; null: by depth
 
     options: Options
 

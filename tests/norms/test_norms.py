@@ -201,6 +201,8 @@ def test_narrow_inputs_have_statistics_in_fp32(name: str) -> None:
         ("layernorm", {"gain": False, "gamma_init": 0.5}, "gamma_init would do nothing with gain=false"),
         ("layernorm", {"gain": False, "zero_centred": True}, "zero_centred would do nothing with gain=false"),
         ("dyt", {"alpha_tanh": 0}, "greater than 0"),
+        ("rmsnorm", {"gamma_init": 3.41e38}, "ends at 3.4e[+]38; give less"),
+        ("groupnorm", {"gamma_init": -1e300}, "ends at 3.4e[+]38; give less"),
         ("prmsnorm", {"share": 0}, "greater than 0"),
         ("batchnorm", {"momentum": 1.5}, "less than or equal to 1"),
         ("rmsnorm", {"bias": True}, "Extra inputs"),

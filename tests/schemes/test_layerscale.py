@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
@@ -41,6 +42,8 @@ def test_multipliers_start_by_depth(blocks: int) -> None:
     scheme = LayerScale()
     assert scheme.start(Depth(blocks, 0)) == scheme.start(Depth(0, blocks)) == STARTS[blocks]
     assert LayerScale(LayerScale.Options(start=1e-4)).start(Depth(0, blocks)) == 1e-4
+    with pytest.raises(ValidationError, match=r"ends at 3\.4e\+38"):
+        LayerScale.Options(start=1e39)
 
 
 def test_every_channel_of_every_site_has_one() -> None:
