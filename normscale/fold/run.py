@@ -14,14 +14,12 @@ from torch import Tensor
 
 from normscale.data.batches import held_out_batches
 from normscale.data.task import IGNORE, MicroBatch
-from normscale.errors import StoreError
 from normscale.fold import Folding, fold
 from normscale.fold.folding import unfolded
 from normscale.fold.int8 import Int8Norms
-from normscale.fold.saved import Folded, load, save
+from normscale.fold.saved import Folded, in_place_of, load, save
 from normscale.models.stack import Transformer
 from normscale.norms import set_backend
-from normscale.tracking.files import write_whole
 from normscale.tracking.find import FOLD
 from normscale.tracking.spool import strict
 from normscale.train.trained import trained
@@ -83,8 +81,10 @@ def fold_run(run_dir: Path, batches: int, step: int | None = None, int8: bool = 
     In fp64 the fold itself is measured; in fp32, and in bf16 products, what was written (in fp32), read back.
 
     Raises:
-        BadInput: nothing of the model can be folded, or the run has no checkpoint that can be used.
+        BadInput: nothing of the model can be folded, the run has no checkpoint that can be used, or another process
+            folds it.
         RunFailed: the folded model does not compute what the model does; nothing was written.
+        StoreError: the folder of the run cannot be written.
     """
     found = trained(run_dir, step)
     engine, config = found.engine, found.config
@@ -92,25 +92,23 @@ def fold_run(run_dir: Path, batches: int, step: int | None = None, int8: bool = 
     exact, folding = fold(engine.inner, held_out[0].inputs)
     folder = run_dir / f"folded-{found.step:08d}"
     model = Folded(found.record.run_id, found.step, found.task.vocab, folding.config(config.model), folding.form)
-    save(folder, model, exact)
-    new = load(folder)[0].to(engine.device)
-    set_backend(new, "eager")
     whole = unfolded(engine.inner)
     old = copy.deepcopy(whole).float()
     narrow = torch.autocast(engine.device.type, dtype=torch.bfloat16)
-    differences = [
-        _difference("fp64", whole, exact, whole, held_out, nullcontext()),
-        _difference("fp32", old, new, whole, held_out, nullcontext()),
-        _difference("bf16", old, new, whole, held_out, narrow),
-    ]
-    models = {"unfolded": old, "folded": new} if int8 else {}
-    measured = {name: _int8(each, held_out) for name, each in models.items()}
-    sequences = config.train.batch * len(held_out)
-    result = Fold(found.record.run_id, found.step, sequences, folding, differences, measured)
-    try:
-        write_whole(folder / FOLD, json.dumps(result.as_json(), allow_nan=False, indent=1) + "\n")
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written ({error.strerror})") from None
+    with in_place_of(folder) as part:
+        save(part, model, exact)
+        new = load(part)[0].to(engine.device)
+        set_backend(new, "eager")
+        differences = [
+            _difference("fp64", whole, exact, whole, held_out, nullcontext()),
+            _difference("fp32", old, new, whole, held_out, nullcontext()),
+            _difference("bf16", old, new, whole, held_out, narrow),
+        ]
+        models = {"unfolded": old, "folded": new} if int8 else {}
+        measured = {name: _int8(each, held_out) for name, each in models.items()}
+        sequences = config.train.batch * len(held_out)
+        result = Fold(found.record.run_id, found.step, sequences, folding, differences, measured)
+        (part / FOLD).write_text(json.dumps(result.as_json(), allow_nan=False, indent=1) + "\n", "utf-8")
     return result, folder
 
 

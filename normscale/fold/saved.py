@@ -8,7 +8,8 @@ folded-00000120/
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from normscale.errors import BadInput, NormscaleError, StoreError
 from normscale.fold import Form
 from normscale.models.builder import build
 from normscale.models.stack import Transformer
+from normscale.tracking.files import try_lock
 
 FORMAT = 1
 MODEL, WEIGHTS = "model.yaml", "weights.safetensors"
@@ -39,23 +41,44 @@ class Folded:
     form: Form
 
 
+@contextmanager
+def in_place_of(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder for the block, which takes the place of `folder` once the block has ended well.
+
+    Raises:
+        BadInput: another process is about to replace the same folder.
+        StoreError: it cannot be written.
+    """
+    part = folder.with_name(f"{folder.name}.part")
+    try:
+        lock = try_lock(folder.with_name(f".{folder.name}.lock"))
+        if lock is None:
+            raise BadInput(f"{folder}: another process is writing it; start again when that one has ended")
+        try:
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            part.mkdir()
+            yield part
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            os.close(lock)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written ({error.strerror}); make room, or the folder writable") from None
+
+
 def save(folder: Path, folded: Folded, model: Transformer) -> None:
-    """Writes a folded model, in fp32, in place of what the folder held.
+    """Writes a folded model, in fp32, into a folder that is there.
 
     Raises:
         StoreError: it cannot be written.
     """
     said = {"format": FORMAT, "run": folded.run, "step": folded.step, "vocab": folded.vocab}
     said |= {"model": folded.config.model_dump(mode="json"), "form": _lists(asdict(folded.form))}
-    part = folder.with_name(f"{folder.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        (part / MODEL).write_text(yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
+        (folder / MODEL).write_text(yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
         tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        save_file(tensors, part / WEIGHTS)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
+        save_file(tensors, folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StoreError(f"{folder}: cannot be written ({reason})") from None

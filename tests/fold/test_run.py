@@ -16,7 +16,7 @@ from normscale.data.batches import held_out_batches
 from normscale.data.task import load_task
 from normscale.errors import BadInput, StoreError
 from normscale.fold.run import fold_run
-from normscale.fold.saved import load
+from normscale.fold.saved import in_place_of, load
 from normscale.norms import Norm
 from normscale.train.run import run
 from normscale.train.trained import trained
@@ -142,6 +142,29 @@ def test_a_bf16_encoder_and_decoder_fold_too(tmp_path: Path) -> None:
     assert model_.source_position is not None
     assert found.folding.whole
     assert found.differences[0].largest < 1e-12 * found.differences[0].size
+
+
+def test_a_fold_that_fails_on_the_way_leaves_the_one_before(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = fold_run(run_dir, 1)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert before.keys() == {"model.yaml", "weights.safetensors", "fold.json"}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("normscale.fold.run._difference", full)
+    with pytest.raises(StoreError, match=r"folded-00000006: cannot be written \(No space left on device\); make room"):
+        fold_run(run_dir, 1)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not list(run_dir.glob("*.part"))
+
+
+def test_two_processes_do_not_fold_one_checkpoint_at_once(run_dir: Path) -> None:
+    with in_place_of(run_dir / "folded-00000006") as part:
+        with pytest.raises(BadInput, match=r"folded-00000006: another process is writing it; start again when"):
+            fold_run(run_dir, 1)
+        assert part.is_dir()
+    assert fold_run(run_dir, 1)[1] == run_dir / "folded-00000006"
 
 
 def test_what_is_no_folded_model_is_said(run_dir: Path, tmp_path: Path) -> None:
