@@ -89,13 +89,28 @@ def pairs(config: DataConfig, held_out: bool = False) -> Iterator[Pair]:
 
 
 def resolved(source: str, languages: tuple[str, str]) -> str:
-    """Returns the full name of a translation set that is known by a short one, as hub:wmt17; others as they are."""
-    known = PAIRED.get(source.removeprefix("hub:"))
-    if known is None:
-        return source
-    repo, name = known
+    """Returns the full name of a translation set that is known by a short one, as hub:wmt17; others as they are.
+
+    Raises:
+        DataError: no set is known by that name, or the set has no pairs of these languages.
+    """
+    short = source.removeprefix("hub:")
+    if short not in PAIRED:
+        if "/" in short:
+            return source
+        known = ", ".join(f"hub:{each}" for each in PAIRED)
+        raise DataError(
+            f"data.source: {source!r} is no translation set that is known by a short name{nearest(short, list(PAIRED))}"
+            f" (these are: {known}); write hub:owner/name[:config]"
+        )
+    repo, name = PAIRED[short]
     either = sorted(languages)
-    if "en" in languages and name == "{other}-en":
+    if name == "{other}-en":
+        if "en" not in languages:
+            raise DataError(
+                f"data.languages: {source!r} pairs English with others, and has nothing of {' and '.join(languages)};"
+                " make one of them en"
+            )
         either = [next(language for language in languages if language != "en"), "en"]
     return f"hub:{repo}:" + name.format(*languages, a=either[0], b=either[1], other=either[0])
 

@@ -62,17 +62,20 @@ def learn(pairs: Sequence[tuple[str, str]], size: int) -> Subwords:
     return Subwords(tokenizer)
 
 
-def text_of(pair: Pair, key: str) -> tuple[str, str]:
+def text_of(pair: Pair, key: str, languages: tuple[str, str]) -> tuple[str, str]:
     """Returns both lines of a pair as text.
 
     Raises:
-        DataError: one is not UTF-8. `key` is where the configuration names the files.
+        DataError: one is not UTF-8. `key` is where the configuration names the files, `languages` are their endings.
     """
-    try:
-        return pair.source.decode(), pair.target.decode()
-    except UnicodeDecodeError as e:
-        word = plain(repr(bytes(e.object[max(0, e.start - 10) : e.start + 10])), 80)
-        raise DataError(
-            f"{key}: line {pair.line} is not UTF-8 ({word}), which subwords are made of; convert the files to UTF-8,"
-            " or set data.subwords=null to read bytes"
-        ) from None
+    found = []
+    for line, language in zip((pair.source, pair.target), languages, strict=True):
+        try:
+            found.append(line.decode())
+        except UnicodeDecodeError as e:
+            word = plain(repr(bytes(e.object[max(0, e.start - 10) : e.start + 10])), 80)
+            raise DataError(
+                f"{key}: line {pair.line} of {plain(language)} is not UTF-8 ({word}), which subwords are made of;"
+                " convert the file to UTF-8, or set data.subwords=null to read bytes"
+            ) from None
+    return found[0], found[1]

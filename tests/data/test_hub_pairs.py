@@ -1,6 +1,7 @@
 """Translation sets of the hub, from the cache: which columns, splits and names are read. Loopback addresses only."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,26 @@ def test_a_split_can_be_held_out(cache: Path) -> None:
 )
 def test_short_names(short: str, languages: tuple[str, str], full: str) -> None:
     assert hub.resolved(short, languages) == full
+
+
+@pytest.mark.parametrize(
+    ("short", "languages", "says"),
+    [
+        (
+            "hub:wmt17",
+            ("fr", "de"),
+            "data.languages: 'hub:wmt17' pairs English with others, and has nothing of fr and de",
+        ),
+        ("hub:iwslt2018", ("en", "de"), "known by a short name; did you mean 'iwslt2017'"),
+        ("hub:wmt17:de-en", ("en", "de"), "known by a short name; did you mean 'wmt17'"),
+        ("hub:", ("en", "de"), "these are: hub:iwslt2017, hub:wmt17, hub:opus100"),
+    ],
+)
+def test_short_names_that_lead_nowhere_are_refused_before_anything_is_fetched(
+    short: str, languages: tuple[str, str], says: str
+) -> None:
+    with pytest.raises(DataError, match=re.escape(says)):
+        hub.resolved(short, languages)
 
 
 def test_what_is_no_translation_set_or_has_other_languages_is_refused(cache: Path) -> None:

@@ -32,5 +32,5 @@ def test_both_languages_share_the_tokens_and_the_same_text_makes_the_same() -> N
 
 
 def test_a_line_that_is_no_text_is_named() -> None:
-    with pytest.raises(DataError, match=r"^data\.source: line 7 is not UTF-8 .*data\.subwords=null"):
-        text_of(Pair(7, b"fine", b"not \xff"), "data.source")
+    with pytest.raises(DataError, match=r"^data\.source: line 7 of de is not UTF-8 .*data\.subwords=null"):
+        text_of(Pair(7, b"fine", b"not \xff"), "data.source", ("en", "de"))

@@ -145,7 +145,8 @@ def make(config: RunConfig) -> Task:
     subwords = None
     if data.subwords:
         rooms = ((train, "data.source"), (held_out, _held_key(data)))
-        text = [[text_of(pair, key) for pair in room.pairs] for room, key in rooms]
+        assert data.languages is not None, "the configuration asks for them"
+        text = [[text_of(pair, key, data.languages) for pair in room.pairs] for room, key in rooms]
         subwords = learn(text[0], data.subwords)
         lines = [room.encode(some, subwords, context) for room, some in zip((train, held_out), text, strict=True)]
     else:
@@ -210,6 +211,10 @@ class _Room:
     long: int = 0
     blank: int = 0
     full: bool = False
+    most: int = field(init=False)  # bytes of a pair that there would be room for
+
+    def __post_init__(self) -> None:
+        self.most = self.limit
 
     def add(self, pair: Pair) -> bool:
         """Takes a pair or counts why not, and returns whether it has text on both sides."""
@@ -221,6 +226,8 @@ class _Room:
             self.blank += 1
         elif self.longest is not None and max(len(pair.source), len(pair.target)) >= self.longest:
             self.long += 1  # BEGIN or END takes one place
+        elif size > self.most:
+            self.long += 1  # it alone would end the split, and in subwords nothing has looked at its length yet
         elif size > self.limit:
             self.full = True
         else:
@@ -264,6 +271,7 @@ def _too_few(config: RunConfig, train: _Room, held_out: _Room, repeated: int, co
     return DataError(
         f"{key}: {named!r} is too short: one batch needs {config.train.batch} pairs in each split,"
         f" training has {counts[0]} and held-out {counts[1]} ({train.long + held_out.long} were longer"
-        f" than model.context={config.model.context} holds, {train.blank + held_out.blank} blank and {repeated} held"
-        f" out but in training too); give more text, or change data.max_bytes, {share}train.batch or model.context"
+        f" than model.context={config.model.context} or data.max_bytes holds, {train.blank + held_out.blank} blank and"
+        f" {repeated} held out but in training too); give more text, or change data.max_bytes,"
+        f" {share}train.batch or model.context"
     )

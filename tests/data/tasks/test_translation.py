@@ -147,7 +147,10 @@ def test_too_few_pairs_says_why(tmp_path):
         load_task(config(tmp_path, batch=3))
     said = str(e.value)
     assert "one batch needs 3 pairs in each split, training has 18 and held-out 2" in said
-    assert "(1 were longer than model.context=8 holds, 1 blank and 0 held out but in training too)" in said
+    assert (
+        "(1 were longer than model.context=8 or data.max_bytes holds, 1 blank and 0 held out but in training too)"
+        in said
+    )
 
 
 def test_no_pair_is_in_both_splits(tmp_path):
@@ -227,6 +230,16 @@ def test_in_subwords_lines_are_as_long_as_their_tokens(tmp_path):
     assert load_task(config(tmp_path, context=24, subwords=300)).facts()["dropped_long"] == 0
 
 
+def test_a_line_that_is_longer_than_all_that_is_read_does_not_end_a_split(tmp_path):
+    write_pairs(tmp_path / "x", 400)
+    for ending in ("en", "de"):
+        path = tmp_path / f"x.{ending}"
+        path.write_bytes(b"long " * 400 + b"\n" + path.read_bytes())
+    found = load_task(config(tmp_path, 16, subwords=300, max_bytes=3000))
+    assert found.told["dropped_long"] == 1
+    assert len(found.train) > 50
+
+
 def test_in_subwords_the_digest_is_of_the_vocabulary_too(tmp_path):
     write_pairs(tmp_path / "x", 60)
     digests = {load_task(config(tmp_path, 16, subwords=size)).digest for size in (None, 300, 301)}
@@ -236,7 +249,7 @@ def test_in_subwords_the_digest_is_of_the_vocabulary_too(tmp_path):
 def test_in_subwords_a_line_that_is_no_text_is_named_with_its_source(tmp_path):
     write(tmp_path, [b"a", b"b"], [b"1", b"2"])
     write(tmp_path, [b"c", b"\xff"], [b"3", b"4"], name="valid")
-    with pytest.raises(DataError, match=r"^data\.held_out_source: line 2 is not UTF-8"):
+    with pytest.raises(DataError, match=r"^data\.held_out_source: line 2 of en is not UTF-8"):
         load_task(config(tmp_path, subwords=300, held_out_source=str(tmp_path / "valid")))
 
 
