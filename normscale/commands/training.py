@@ -140,9 +140,9 @@ def _say_result(result: "RunResult", uri: str | None) -> None:
 
 
 def _than_unigram(loss: float, unigram: float) -> str:
-    """Returns what a held-out loss means beside the entropy of the byte frequencies."""
+    """Returns what a held-out loss means beside the entropy of the token frequencies."""
     if loss >= unigram:
-        return f"no better than byte frequencies ({unigram:.3f}): too few steps, or it does not train"
+        return f"no better than token frequencies ({unigram:.3f}): too few steps, or it does not train"
     if loss != loss:
-        return f"not finite (byte frequencies: {unigram:.3f})"
-    return f"{unigram - loss:.3f} below byte frequencies ({unigram:.3f})"
+        return f"not finite (token frequencies: {unigram:.3f})"
+    return f"{unigram - loss:.3f} below token frequencies ({unigram:.3f})"

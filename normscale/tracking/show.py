@@ -23,8 +23,8 @@ PLOT_LINES = 9
 MAX_EVENTS = 12
 WORDS = {
     "trained": ("finished: trained", "good"),
-    "plateau": ("finished: no better than byte frequencies", "open"),
-    "diverged": ("finished: worse than byte frequencies", "bad"),
+    "plateau": ("finished: no better than token frequencies", "open"),
+    "diverged": ("finished: worse than token frequencies", "bad"),
     "finished": ("finished", "good"),
     "nan": ("stopped: not finite", "bad"),
     "error": ("failed", "bad"),
@@ -189,7 +189,7 @@ def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
     side = ""
     if _is_number(gap):
         side = f"; {abs(gap):.3g} {'below' if gap >= 0 else 'above'} the unigram entropy {number(nats)}"
-        side += f", which is what byte frequencies alone give (trained: {TRAINED_NATS} or more below)"
+        side += f", which is what token frequencies alone give (trained: {TRAINED_NATS} or more below)"
     losses = f"training {number(value(record, 'loss_train'))}{side}"
     if held_out is not None or not is_foreign(record):
         losses = f"held-out {number(held_out)}, {losses}"

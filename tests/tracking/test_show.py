@@ -166,13 +166,13 @@ def test_a_flat_array_looks_flat_and_its_numbers_are_there(tmp_path: Path) -> No
 
 def test_a_run_that_did_not_learn_is_told_in_plain_words(tmp_path: Path) -> None:
     text = shown(tmp_path, make_run(tmp_path, "post", trains=False, steps=300))
-    assert text.splitlines()[0].endswith("finished: no better than byte frequencies")
+    assert text.splitlines()[0].endswith("finished: no better than token frequencies")
     with SpoolWriter(tmp_path / "x", 1) as spool:
         spool.start(run_id="x", config={"model": {"M": 1}})
         spool.end("finished", 0, {"gap": -2.0, "loss_val": 5.0, "unigram_nats": 3.0})
     text = shown(tmp_path, "x")
-    assert text.splitlines()[0].endswith("finished: worse than byte frequencies")
-    assert "2 above the unigram entropy 3, which is what byte" in text
+    assert text.splitlines()[0].endswith("finished: worse than token frequencies")
+    assert "2 above the unigram entropy 3, which is what token" in text
 
 
 def test_the_first_bad_value_is_told_in_full_from_the_spool_alone(tmp_path: Path) -> None:
