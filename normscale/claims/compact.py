@@ -4,22 +4,60 @@ A checkout carries the records that its table of verdicts rests on (`experiments
 themselves. A report shows them where a claim was not run here.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from normscale.claims.claim import Cell, Claim, ProfileName
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from normscale.claims.claim import Cell, Claim, ProfileName, Role, Verdict
 from normscale.claims.expect import Value, When
 from normscale.claims.results import Measured, Part, Result
-from normscale.claims.state import State
+from normscale.claims.state import Label, State
 from normscale.claims.verdict import Judgement
 from normscale.errors import StoreError
+from normscale.tracking.files import read_regular
 
 if TYPE_CHECKING:
     from normscale.claims.report import Reported
+
+
+class _Told(BaseModel):
+    """What is read of a published record; there is more in it, for people and programs."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    profile: ProfileName
+    verdict: Verdict
+    headline: str
+    measured: tuple[Measured, ...]
+    parts: tuple[Part, ...]
+    control: tuple[Part, ...]
+    cells: list["_ToldCell"]
+    runs: "_ToldRuns"
+    date: str
+    environment: list[dict[str, Any]]
+
+
+class _ToldCell(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False, extra="allow")  # numbers that values look at, by their names
+
+    run: str
+    arm: str
+    depth: int
+    seed: int
+    lr: float
+    role: Role
+    state: Label
+    loss_val: float | None
+    gap: float | None
+    seconds_a_step: float | None = None
+
+
+class _ToldRuns(BaseModel):
+    done: int
 
 
 NO_RECORD = State("missing", "no record")
@@ -77,27 +115,32 @@ def read_published(folder: Path, claim: Claim) -> Published | None:
     if not path.exists():
         return None
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        measured = tuple(
-            Measured(*(row[key] for key in ("name", "label", "value", "lo", "hi", "unit"))) for row in told["measured"]
-        )
-        parts, control = (tuple(Part(**part) for part in told[key]) for key in ("parts", "control"))
-        figure = path.with_suffix(".png")
-        return Published(
-            profile=told["profile"],
-            judgement=Judgement(told["verdict"], told["headline"], measured, parts, control),
-            results=[_kept(cell) for cell in told["cells"]],
-            run_ids=[cell["run"] for cell in told["cells"]],
-            date=told["date"],
-            environment=told["environment"],
-            done=told["runs"]["done"],
-            figure=figure if figure.exists() else None,
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"{path}: it is no published record ({type(error).__name__}: {error}); restore it (git checkout), or "
-            "publish it again (normscale claim report --publish)"
-        ) from None
+        told = _Told.model_validate_json(read_regular(path))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise _no_record(path, f"{'.'.join(map(str, wrong['loc'])) or 'the file'}: {wrong['msg']}") from None
+    except OSError as error:
+        raise _no_record(path, str(error.strerror)) from None
+    if told.profile not in claim.profiles:
+        raise _no_record(path, f"profile: the claim has no {told.profile!r}")
+    figure = path.with_suffix(".png")
+    return Published(
+        profile=told.profile,
+        judgement=Judgement(told.verdict, told.headline, told.measured, told.parts, told.control),
+        results=[_kept(cell) for cell in told.cells],
+        run_ids=[cell.run for cell in told.cells],
+        date=told.date,
+        environment=told.environment,
+        done=told.runs.done,
+        figure=figure if figure.exists() else None,
+    )
+
+
+def _no_record(path: Path, why: str) -> StoreError:
+    return StoreError(
+        f"{path}: it is no published record ({why}); restore it (git checkout), or publish it again (normscale claim"
+        " report --publish)"
+    )
 
 
 def seconds_a_step(result: Result) -> float | None:
@@ -110,11 +153,11 @@ def seconds_a_step(result: Result) -> float | None:
     return float(seconds) / int(steps) if seconds and steps else None
 
 
-def _kept(cell: Mapping[str, Any]) -> KeptResult:
-    state = State(cell["state"], "", cell["loss_val"], cell["gap"])
-    place = Cell(*(cell[key] for key in ("arm", "depth", "seed", "lr", "role")))
-    numbers = {key: float(value) for key, value in cell.items() if isinstance(value, int | float)}
-    return KeptResult(place, None, state, cell.get("seconds_a_step"), numbers)
+def _kept(cell: "_ToldCell") -> KeptResult:
+    state = State(cell.state, "", cell.loss_val, cell.gap)
+    place = Cell(cell.arm, cell.depth, cell.seed, cell.lr, cell.role)
+    numbers = {key: float(value) for key, value in cell.model_dump().items() if isinstance(value, int | float)}
+    return KeptResult(place, None, state, cell.seconds_a_step, numbers)
 
 
 def _key(number: str, when: When) -> str:

@@ -187,6 +187,18 @@ def writable(reports: Path) -> None:
         raise StoreError(f"{reports}: reports cannot be written there ({error.strerror}); make it writable") from None
 
 
+def readable(runs: Path, claims: Sequence[Claim], published: Path) -> None:
+    """Reads what a report shows of claims beside their runs, before hours of runs find out that it cannot be read.
+
+    Raises:
+        StoreError: a manifest or a published record cannot be read.
+    """
+    for claim in claims:
+        for profile in LARGEST_FIRST:
+            cells_of(runs, claim.id, profile)
+        read_published(published, claim)
+
+
 def gather(
     runs: Path,
     claims: Sequence[Claim],

@@ -24,7 +24,7 @@ from normscale.claims.manifest import cells_of, outcomes_of, write_manifest
 from normscale.claims.parts import Part, leased, refuse_while_leased
 from normscale.claims.plans import Plan, Work, jobs_of, plans_of, runs_of, take_out_late, within
 from normscale.claims.progress import RunsProgress, time_left
-from normscale.claims.report import Written, writable, write_report
+from normscale.claims.report import Written, readable, writable, write_report
 from normscale.claims.waiting import wait_for_others
 from normscale.claims.workers import Job, Pool, cores
 from normscale.config.load import revise
@@ -91,12 +91,14 @@ def run_claims(
     if profile == "smoke":  # reports/latest keeps its verdicts
         reports, listed = reports / "smoke", claims
     writable(reports)
+    published = experiments_folder() / "results"
+    readable(runs, [claim for claim in listed if claim.id not in asked], published)
     print(f"{', '.join(asked)}: profile {profile}", flush=True)
     with _devices(profile), _sigterm():
         with _Sink(runs, uri) as sink:
             plans, jobs = _train(configs, profile, runs, workers, hours=hours)
             shown = {claim.id: profile for claim in claims}
-            written = write_report(runs, listed, shown, reports, published=experiments_folder() / "results")
+            written = write_report(runs, listed, shown, reports, published=published)
             for plan in plans:
                 _note(plan, profile, runs, written)
         lost = [job for job in jobs if job.outcome != "done" and not (hours and job.outcome is None)]

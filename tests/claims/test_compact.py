@@ -79,6 +79,33 @@ def test_a_record_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("verdict",), "perhaps", "verdict: Input should be 'supported', "),
+        (("headline",), None, "headline: "),
+        (("profile",), "paper", "profile: the claim has no 'paper'"),
+        (("measured", 0, "value"), "much", "measured.0.value: "),
+        (("measured", 0, "value"), float("nan"), "a finite number"),
+        (("environment",), 3, "environment: "),
+        (("cells", 0, "state"), "well", "cells.0.state: "),
+        (("cells", 0, "gap"), "wide", "cells.0.gap: "),
+    ],
+)
+def test_a_record_with_a_wrong_value_names_it(
+    published: Path, place: tuple[str | int, ...], value: object, says: str
+) -> None:
+    path = published / "dies.json"
+    told = at = json.loads(path.read_text())
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    path.write_text(json.dumps(told))
+    with pytest.raises(StoreError, match=r"dies\.json: it is no published record") as caught:
+        read_published(published, CLAIM)
+    assert says in str(caught.value)
+
+
 def test_the_time_of_a_step_is_kept(tmp_path: Path) -> None:
     made = record()
     assert made.end is not None

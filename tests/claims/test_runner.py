@@ -13,7 +13,7 @@ from normscale.claims.manifest import manifest_path
 from normscale.claims.runner import run_claims
 from normscale.claims.workers import Job
 from normscale.config.schema import RunConfig
-from normscale.errors import BadInput
+from normscale.errors import BadInput, StoreError
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.reader import read_run
 
@@ -138,6 +138,12 @@ def test_bad_input_starts_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatc
         run("one", profile="gpu")
     with pytest.raises(BadInput, match="--workers: 0"):
         run("one", workers=0)
+    (checkout / "experiments" / "results").mkdir()
+    (checkout / "experiments" / "results" / "two.json").write_text("{")  # which the report at the end would show
+    with pytest.raises(StoreError, match=r"two\.json: it is no published record"):
+        run("one")
+    shutil.rmtree(checkout / "experiments" / "results")
+    shutil.rmtree(checkout / "reports")
     (checkout / "reports").write_text("a file")
     with pytest.raises(BadInput, match="reports cannot be written"):
         run("one")
