@@ -19,7 +19,7 @@ from normscale.claims.protocol import MODEL, UPDATE
 from normscale.claims.workers import Job, Pool, cores
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
-from normscale.errors import ConfigError
+from normscale.errors import ConfigError, StoreError
 from normscale.schemes import find_scheme
 from normscale.schemes.scheme import Topology
 from normscale.tracking.reader import RunRecord
@@ -63,12 +63,13 @@ class AtInit:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a scheme, by depth; `failed` says why a depth is not there."""
+    """What was measured of a scheme, by depth; `failed` says why a depth is not there, `lost` which runs had no end."""
 
     scheme: str
     topology: Topology
     at: tuple[AtInit, ...]
     failed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
     def update_slope(self, optimizer: Optimizer) -> Line | None:
         """Returns the log-log slope of the update over depth; None where it was not measured at two depths."""
@@ -113,6 +114,9 @@ def measure(
     """Returns what there is to measure of the schemes, from records where these have it, else from runs made now.
 
     A scheme that cannot be built at a depth has no measurement there, and the reason.
+
+    Raises:
+        StoreError: a record lacks what its run had measured.
     """
     import torch
 
@@ -134,16 +138,14 @@ def measure(
     lost = (take or in_workers)(missing) if missing else {}
     found = []
     for scheme in schemes:
-        at = []
+        at, own_lost = [], []
         for blocks in depths:
             own = {o: configs[scheme, blocks, o] for o in OPTIMIZERS if (scheme, blocks, o) in configs}
-            failed[scheme] += [
-                f"{config.name}: {lost[run]}" for config in own.values() if (run := ids[config.name]) in lost
-            ]
-            records = {o: record_of(runs, ids[config.name]) for o, config in own.items()}
+            own_lost += [f"{config.name}: {lost[run]}" for config in own.values() if (run := ids[config.name]) in lost]
+            records = {o: (folder := runs / ids[c.name], record_of(runs, folder.name)) for o, c in own.items()}
             if (one := _at_init(blocks, records)) is not None:
                 at.append(one)
-        found.append(Measured(scheme, topology_of(scheme), tuple(at), tuple(failed[scheme])))
+        found.append(Measured(scheme, topology_of(scheme), tuple(at), (*failed[scheme], *own_lost), tuple(own_lost)))
     return found
 
 
@@ -167,22 +169,22 @@ def _finished(runs: Path, run_id: str) -> bool:
     return record is not None and record.finished
 
 
-def _at_init(blocks: int, records: Mapping[Optimizer, RunRecord | None]) -> AtInit | None:
+def _at_init(blocks: int, records: Mapping[Optimizer, tuple[Path, RunRecord | None]]) -> AtInit | None:
     """Returns what the records of a depth hold, None where there are none; a step that broke off has no update."""
-    have = {optimizer: record for optimizer, record in records.items() if record is not None and record.finished}
+    have = {o: (folder, record) for o, (folder, record) in records.items() if record is not None and record.finished}
     if not have:
         return None
-    first = next(iter(have.values()))
-    arrays = {name: profile.data[0].astype(np.float64) for name, profile in first.profiles.items()}
+    folder, first = next(iter(have.values()))
+    try:
+        arrays = {name: profile.data[0].astype(np.float64) for name, profile in first.profiles.items()}
+        stream, gradient = arrays["stream_rms"], arrays["grad_norm"]
+        parameters = int(first.start["model"]["params"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{folder}: its record is damaged ({error} is not in it); remove the folder, and it is measured again"
+        ) from None
     updates: dict[Optimizer, float] = {}
-    for optimizer, record in have.items():
+    for optimizer, (_, record) in have.items():
         if "update" in record.series and record.series["update"].values:
             updates[optimizer] = record.series["update"].values[-1] / RATES[optimizer]
-    return AtInit(
-        blocks,
-        int(first.start["model"]["params"]),
-        arrays["stream_rms"],
-        arrays["grad_norm"],
-        updates,
-        arrays.get("other_stream_rms"),
-    )
+    return AtInit(blocks, parameters, stream, gradient, updates, arrays.get("other_stream_rms"))

@@ -10,7 +10,7 @@ from normscale.claims.schemes import at_init
 from normscale.claims.schemes.page import page
 from normscale.claims.schemes.records import runs_of
 from normscale.claims.schemes.size import Size, size_of
-from normscale.errors import StoreError
+from normscale.errors import RunFailed, StoreError
 from normscale.schemes import find_scheme, scheme_names
 from normscale.tracking.files import write_whole
 
@@ -29,6 +29,7 @@ def write_schemes(
     Raises:
         ConfigError: there is no such scheme.
         StoreError: a folder cannot be written, or a record cannot be read.
+        RunFailed: a measurement had no end; the page is written, and says which.
     """
     schemes = list(dict.fromkeys(names)) or scheme_names()
     for name in schemes:
@@ -48,4 +49,6 @@ def write_schemes(
         write_whole(path, text)
     except OSError as error:
         raise StoreError(f"{path}: cannot be written ({error.strerror}); make room") from None
+    if lost := [line for one in measured for line in one.lost]:
+        raise RunFailed(f"{len(lost)} measurements have no result ({lost[0]}); {path} names them; start again")
     return path

@@ -6,7 +6,7 @@ import pytest
 
 from normscale.claims.schemes import at_init
 from normscale.config.schema import RunConfig
-from normscale.errors import ConfigError
+from normscale.errors import ConfigError, StoreError
 from normscale.train.run import run
 
 DEPTHS = (2, 4)
@@ -60,7 +60,7 @@ def test_a_scheme_that_cannot_be_measured_says_why(tmp_path: Path, monkeypatch: 
 
     (found,) = at_init.measure(["pre"], tmp_path, (2,), dies)
     assert found.at == ()
-    assert found.failed == ("pre, 2 blocks, SGD: its worker died",)
+    assert found.failed == found.lost == ("pre, 2 blocks, SGD: its worker died",)
     assert found.update_slope("sgd") is None
 
     def refuse(*_: object) -> RunConfig:
@@ -68,7 +68,17 @@ def test_a_scheme_that_cannot_be_measured_says_why(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(at_init, "config_of", refuse)
     (found,) = at_init.measure(["pre"], tmp_path, (2,), never)
-    assert found.failed == ("2 blocks: model.M: too few blocks",)
+    assert (found.failed, found.lost) == (("2 blocks: model.M: too few blocks",), ())
+
+
+@pytest.mark.parametrize("gone", ['"stream_rms"', '"kind":"start"'])
+def test_a_damaged_record_is_named_with_its_mend(tmp_path: Path, gone: str) -> None:
+    at_init.measure(["pre"], tmp_path, (2,), here)
+    for spool in tmp_path.glob("*/spool.jsonl"):
+        lines = spool.read_text().splitlines(keepends=True)
+        spool.write_text("".join(line for line in lines if gone not in line))
+    with pytest.raises(StoreError, match=r"pre-L0002-s0-\w+: its record is damaged .*; remove the folder"):
+        at_init.measure(["pre"], tmp_path, (2,), never)
 
 
 def test_a_scheme_is_measured_as_a_decoder_where_it_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

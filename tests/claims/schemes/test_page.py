@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from normscale.claims.schemes.size import Size, size_of
 from normscale.claims.schemes.write import write_schemes
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
-from normscale.errors import ConfigError
+from normscale.errors import ConfigError, RunFailed
 from tests.claims.schemes.test_at_init import here
 from tests.claims.test_report import Tags, store
 from tests.claims.test_verdict import as_expected, depth_claim
@@ -64,6 +65,15 @@ def test_of_several_streams_the_page_shows_the_first_and_the_others(tmp_path: Pa
     path = write_schemes(tmp_path / "runs", ["pre"], tmp_path / "reports", depths=(2,), take=here)
     assert "RMS of the stream" in path.read_text()
     assert "the others" not in path.read_text()
+
+
+def test_measurements_without_an_end_are_a_failure_once_the_page_is_written(tmp_path: Path) -> None:
+    def full(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
+        return dict.fromkeys(configs, "no space left")
+
+    with pytest.raises(RunFailed, match=r"2 measurements have no result \(pre, 2 blocks, SGD: no space left\)"):
+        write_schemes(tmp_path / "runs", ["pre"], tmp_path / "reports", depths=(2,), take=full)
+    assert "Not measured: pre, 2 blocks, SGD: no space left" in (tmp_path / "reports" / "schemes.html").read_text()
 
 
 def test_an_unknown_scheme_is_named_before_anything_is_measured(tmp_path: Path) -> None:
