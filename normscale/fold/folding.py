@@ -80,7 +80,7 @@ def fold(model: Transformer, inputs: Mapping[str, Tensor]) -> tuple[Transformer,
         inputs: what it is called with, a batch.
 
     Raises:
-        BadInput: no sublayer reads a norm that can be folded; the message says why not.
+        BadInput: no sublayer reads a norm that can be folded, and the message says why not; or logits are not finite.
         RunFailed: the folded model gives other logits.
     """
     whole = unfolded(model)
@@ -90,6 +90,8 @@ def fold(model: Transformer, inputs: Mapping[str, Tensor]) -> tuple[Transformer,
     if not any(_at_its_own_site(each) or each.centred for each in folding.norms):
         raise BadInput(f"model.scheme: {_refusal(whole, folding)}")
     before, after = whole(**inputs), new(**inputs)
+    if not before.isfinite().all():
+        raise BadInput("the model's logits are not finite, so that no fold can be checked; fold an earlier checkpoint")
     apart = float((after - before).abs().max() / before.abs().max())
     if not apart <= EXACT:
         raise RunFailed(f"the folded model's logits are {apart:.1e} (of the largest) from the model's; not written")

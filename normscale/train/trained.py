@@ -1,5 +1,6 @@
 """The model of a run as its checkpoint has it, for whoever looks at it afterwards."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,8 @@ def trained(run_dir: Path, step: int | None = None) -> Trained:
 def weights_of(run_dir: Path, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
     """Returns the step and the weights, by name, of a run's newest usable checkpoint, or of the one of `step`.
 
-    They are taken from whichever version and number of ranks wrote them.
+    Newer ones that cannot be used are said on stderr. Weights are taken from whichever version and number of ranks
+    wrote them.
 
     Raises:
         BadInput: there is none, or none that can be read; the message says why.
@@ -79,6 +81,8 @@ def weights_of(run_dir: Path, step: int | None = None) -> tuple[int, dict[str, T
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reasons.append(f"step {one}: not of the format that this version reads ({type(error).__name__})")
         else:
+            for reason in reasons:
+                print(f"normscale: {run_dir}: {reason}; step {one} is taken instead", file=sys.stderr, flush=True)
             return one, weights
     raise BadInput(f"{run_dir}: no checkpoint of it can be used; {'; '.join(reasons)}")
 

@@ -240,6 +240,14 @@ def test_a_writer_that_keeps_its_mean_is_caught(monkeypatch: pytest.MonkeyPatch)
         fold(*model_of())
 
 
+def test_logits_that_are_not_finite_are_said_to_be_so() -> None:
+    model, inputs = model_of()
+    with torch.no_grad():
+        model.token[:, 0] = torch.inf
+    with pytest.raises(BadInput, match="logits are not finite"):
+        fold(model, inputs)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model, inputs = model_of()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -159,6 +159,14 @@ def test_a_fold_that_fails_on_the_way_leaves_the_one_before(run_dir: Path, monke
     assert not list(run_dir.glob("*.part"))
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_said(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "checkpoints" / "step-00000006" / "rank0.safetensors").write_bytes(b"half")
+    assert fold_run(run_dir, 1)[1].name == "folded-00000004"
+    said = capsys.readouterr().err
+    assert "step 6: rank0.safetensors has 4 bytes" in said
+    assert said.endswith("; step 4 is taken instead\n")
+
+
 def test_two_processes_do_not_fold_one_checkpoint_at_once(run_dir: Path) -> None:
     with in_place_of(run_dir / "folded-00000006") as part:
         with pytest.raises(BadInput, match=r"folded-00000006: another process is writing it; start again when"):

@@ -117,6 +117,7 @@ def test_what_cannot_be_used_is_said(run_dir: Path, capsys: pytest.CaptureFixtur
     newest = run_dir / "checkpoints" / "step-00000006"
     (newest / "complete").unlink()
     assert weights_of(run_dir)[0] == 4  # the newest that can be used
+    assert "step 6: it was not written to its end; step 4 is taken instead" in capsys.readouterr().err
     (run_dir / "checkpoints" / "step-00000004" / "rank0.safetensors").write_bytes(b"")
     err = said(words, capsys)
     assert "step 6: it was not written to its end; step 4: rank0.safetensors has 0 bytes" in err
