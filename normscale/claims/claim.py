@@ -225,7 +225,9 @@ def work_config(claim: Claim, cell: Cell, runs: str, uri: str | None) -> RunConf
     try:
         return MeasureConfig.model_validate({**given, "name": f"{claim.id} {cell.name}", "runs": runs})
     except ValidationError as error:
-        raise BadInput(f"claim {claim.id}, {cell.name}: {error.errors()[0]['msg']}") from None
+        wrong = error.errors()[0]
+        key = ".".join(str(part) for part in wrong["loc"])
+        raise BadInput(f"claim {claim.id}, {cell.name}: {key}: {wrong['msg']}; mend the claim") from None
 
 
 def run_config(claim: Claim, cell: Cell, runs: str, uri: str | None) -> RunConfig:

@@ -12,7 +12,7 @@ from normscale.claims.manifest import record_of
 from normscale.claims.parts import Part
 from normscale.claims.workers import Job
 from normscale.config.schema import RunConfig
-from normscale.errors import DataError
+from normscale.errors import BadInput, DataError
 from normscale.measures.config import MeasureConfig
 
 Work = RunConfig | MeasureConfig
@@ -38,7 +38,14 @@ def plan_of(claim: Claim, configs: list[tuple[Cell, Work]]) -> Plan:
 
     plan = Plan(claim)
     for cell, config in configs:
-        run_id = measurement.run_id_of(config) if isinstance(config, MeasureConfig) else run_id_of(config)
+        if isinstance(config, MeasureConfig):
+            try:
+                measurement.bound(config)  # before hours of other runs find out that this one cannot be
+            except BadInput as error:
+                raise BadInput(f"claim {claim.id}, {cell.name}: {error}") from None
+            run_id = measurement.run_id_of(config)
+        else:
+            run_id = run_id_of(config)
         plan.cells.append((cell, run_id))
         plan.configs[run_id] = config
     return plan

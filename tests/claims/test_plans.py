@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from normscale.claims.claim import Cell, Claim, ProfileName, work_config
 from normscale.claims.cost import Cost
 from normscale.claims.discover import list_claims
 from normscale.claims.plans import Work, jobs_of, plans_of, within
-from normscale.errors import DataError
+from normscale.errors import BadInput, DataError
 
 CLAIMS = {claim.id: claim for claim in list_claims(Path(__file__).parents[2] / "experiments")}
 HERE = CLAIMS["final-norm"]
@@ -37,3 +38,21 @@ def test_a_claim_without_its_data_is_left_out_and_the_others_run(
 def test_the_only_claim_without_its_data_is_an_error() -> None:
     with pytest.raises(DataError, match="nowhere/at/all"):
         plans_of([asked(ELSEWHERE)])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"measure": "eps_nam"},
+            r"claim eps-nan, ln-0 s0: measure: 'eps_nam' is no measurement; did you mean 'eps_nan'",
+        ),
+        ({"measure": ""}, "claim eps-nan, ln-0 s0: measure: String should have at least 1 character; mend the claim"),
+        ({"base": {"model.M": 3}}, r"claim eps-nan, ln-0 s0: .*unexpected keyword argument 'model\.M'"),
+    ],
+)
+def test_a_measurement_that_cannot_be_made_is_named_with_its_claim_before_any_run(
+    change: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(BadInput, match=says):
+        plans_of([asked(replace(CLAIMS["eps-nan"], **change))])
