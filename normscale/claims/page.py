@@ -22,19 +22,23 @@ WRITTEN_BEFORE = (
     "What had to be seen was written down before the runs that judge it. Step counts and learning rates come from "
     "pilots; where those had shown the outcome, the claim says so."
 )
+NOT_RUN = "What was not run, and why"
+RUNS_IT = "The section of each ends with the command that runs it."
 
 
 def page(claims: Sequence["Reported"], date: str) -> str:
     """Returns the report as one self-contained HTML page without scripts."""
     claims = sorted(claims, key=lambda reported: reported.word == "not run")  # what there is to see comes first
-    rows = [[f"{_link(r)}<br>{badge(r.word)}", f"{escape(r.claim.says)}{_told(r)}"] for r in claims]
+    rows = [[f"{_link(r)}<br>{badge(r.word)}{_mark(r)}", f"{escape(r.claim.says)}{_told(r)}"] for r in _seen(claims)]
+    seen = [f'<div class="claims">{table(["claim", "what it says, and in numbers"], rows)}</div>'] if rows else []
     body = [
         "<h1>Which normalisation lets a Transformer train?</h1>",
         f'<p class="quiet">normscale, {escape(date)}. {escape(counted(claims))}.</p>',
         f"<p>Each claim below is a statement of a paper or an article. {WRITTEN_BEFORE} The verdict is what the "
         "numbers say. <em>Inconclusive</em> means that the runs cannot tell, "
-        "<em>not run</em> that there are none, <em>smoke</em> that they only show that the code runs.</p>",
-        f'<div class="claims">{table(["claim", "what it says, and in numbers"], rows)}</div>',
+        "<em>not run</em> that there are none, <em>smoke</em> that they only show that the code runs, "
+        "<em>published</em> that the runs are not of this folder: their record came with the code.</p>",
+        *seen,
         *_not_run(claims),
         *[_section(reported) for reported in claims],
         _reading(),
@@ -43,15 +47,37 @@ def page(claims: Sequence["Reported"], date: str) -> str:
 
 
 def counted(claims: Sequence["Reported"]) -> str:
-    """Returns e.g. "9 claims: 5 supported, 1 refuted, 3 not run"."""
-    words = [reported.word for reported in claims]
+    """Returns e.g. "9 claims: 5 supported, 1 refuted, 3 not run"; what was published is counted apart from the rest.
+
+    As in "9 claims: run here: 1 refuted; published: 5 supported; 3 not run".
+    """
+    published = [reported.word for reported in claims if reported.published is not None]
+    here = [reported.word for reported in claims if reported.published is None and reported.word != "not run"]
+    said = _counts([reported.word for reported in claims])
+    if published:
+        none = len(claims) - len(here) - len(published)
+        said = f"run here: {_counts(here) or 'none'}; published: {_counts(published)}" + f"; {none} not run" * (
+            none > 0
+        )
+    return f"{len(claims)} claim{'s' * (len(claims) != 1)}: {said}"
+
+
+def _counts(words: Sequence[str]) -> str:
     order = ("supported", "refuted", "inconclusive", "smoke", "not run")
-    counts = ", ".join(f"{words.count(word)} {word}" for word in order if word in words)
-    return f"{len(words)} claim{'s' * (len(words) != 1)}: {counts}"
+    return ", ".join(f"{words.count(word)} {word}" for word in order if word in words)
+
+
+def _seen(claims: Sequence["Reported"]) -> list["Reported"]:
+    """Returns the claims that the first table shows; the others are listed below it."""
+    return [reported for reported in claims if reported.word != "not run"]
+
+
+def _mark(reported: "Reported") -> str:
+    return "" if reported.published is None else f'<br><span class="quiet">published {reported.published.date}</span>'
 
 
 def _told(reported: "Reported") -> str:
-    return "" if reported.word == "not run" else f'<br><span class="quiet">{escape(_headline(reported))}</span>'
+    return f'<br><span class="quiet">{escape(_headline(reported))}</span>'
 
 
 def _link(reported: "Reported") -> str:
@@ -59,18 +85,27 @@ def _link(reported: "Reported") -> str:
     return f'<a href="#{name}">{name}</a>'
 
 
+def _md_link(reported: "Reported") -> str:
+    return f"[{reported.claim.id}](#{reported.claim.id})"
+
+
 def _headline(reported: "Reported") -> str:
     return reported.judgement.headline.split(" - ", 1)[-1]
 
 
 def _not_run(claims: Sequence["Reported"]) -> list[str]:
-    """What has no verdict, or one from less than its profile holds, and why."""
-    rows = []
+    """What has no verdict, or one from less than its profile holds, and why, as HTML."""
+    items = [f"<li>{escape(why)}: {', '.join(map(_link, some))}</li>" for why, some in _by_reason(claims).items()]
+    return [f"<h2>{NOT_RUN}</h2>", f"<ul>{''.join(items)}</ul>", f"<p>{RUNS_IT}</p>"] if items else []
+
+
+def _by_reason(claims: Sequence["Reported"]) -> dict[str, list["Reported"]]:
+    """Returns {why not all of it was run: the claims}."""
+    found: dict[str, list[Reported]] = {}
     for r in claims:
-        why = "; ".join(r.left_out) or (_headline(r) if r.word in ("not run", "smoke") else "")
-        if why:
-            rows.append([_link(r), escape(why), _code(r.command)])
-    return ["<h2>What was not run, and why</h2>", table(["claim", "not run", "runs it"], rows)] if rows else []
+        if why := "; ".join(r.left_out) or (_headline(r) if r.word in ("not run", "smoke") else ""):
+            found.setdefault(why, []).append(r)
+    return found
 
 
 def _code(text: str) -> str:
@@ -93,12 +128,15 @@ def markdown(claims: Sequence["Reported"], date: str) -> str:
         "",
         WRITTEN_BEFORE,
         "",
-        "| claim | verdict | in numbers |",
-        "|---|---|---|",
     ]
-    for r in claims:
-        told = _headline(r)
-        lines.append(f"| [{r.claim.id}](#{r.claim.id}) | **{r.word}** | {_bar(told)} |")
+    if seen := _seen(claims):
+        lines += ["| claim | verdict | in numbers |", "|---|---|---|"]
+    for r in seen:
+        published = f", published {r.published.date}" if r.published else ""
+        lines.append(f"| {_md_link(r)} | **{r.word}**{published} | {_bar(_headline(r))} |")
+    if reasons := _by_reason(claims):
+        items = [f"- {why}: {', '.join(map(_md_link, some))}" for why, some in reasons.items()]
+        lines += ["", f"## {NOT_RUN}", "", *items, "", RUNS_IT]
     for r in claims:
         lines += ["", f"## {r.claim.id}", "", r.claim.says, "", f"Source: {r.claim.source}.", ""]
         lines += [f"**{r.word.upper()}** - {_headline(r)}", ""]

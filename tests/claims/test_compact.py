@@ -52,11 +52,29 @@ def test_a_report_without_runs_shows_the_published_record_and_says_so(published:
     said = f"From the record of {json.loads((published / 'dies.json').read_text())['date']}"
     for told in (page.text, (written.folder / "report.md").read_text()):
         assert said in told
+    date = json.loads((published / "dies.json").read_text())["date"]
+    assert f"diesSUPPORTEDpublished {date}" in page.text
+    assert f"| [dies](#dies) | **supported**, published {date} |" in (written.folder / "report.md").read_text()
     assert "Gap to the unigram entropy, by depth (nats)" in page.text
     assert "a cpu" in page.text  # where it ran
     assert "published" in json.loads((written.folder / "report.json").read_text())["claims"][0]
     assert "(published record of " in " ".join(str(written).split())
     assert publish(written, tmp_path / "again") == []  # it was not run here
+
+
+def test_what_was_run_here_is_counted_apart_from_what_was_published(published: Path, tmp_path: Path) -> None:
+    own, never = depth_claim(id="own"), [depth_claim(id=f"never-{i}") for i in (1, 2)]
+    store(tmp_path / "runs", own, all_train)
+    written = write_report(tmp_path / "runs", [CLAIM, own, *never], reports=tmp_path / "reports", published=published)
+    said = "4 claims: run here: 1 refuted; published: 1 supported; 2 not run."
+    text = (written.folder / "report.md").read_text()
+    assert said in text
+    assert said in Tags(written.page.read_text()).text
+    assert "| [own](#own) | **refuted** |" in text
+    (line,) = [line for line in text.splitlines() if "never started" in line and line.startswith(("|", "-"))]
+    assert line == "- it was never started: [never-1](#never-1), [never-2](#never-2)"
+    written = write_report(tmp_path / "none", [CLAIM], reports=tmp_path / "reports", published=published)
+    assert "1 claim: run here: none; published: 1 supported." in (written.folder / "report.md").read_text()
 
 
 def test_runs_of_ones_own_stand_before_the_record_and_smoke_runs_do_not(published: Path, tmp_path: Path) -> None:
