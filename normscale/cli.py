@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="the same for programs, in bytes")
     plan.set_defaults(call=look.plan)
 
-    names = "a run: its folder, its name, the beginning or a part of that, or latest"
+    names = "a run: its folder, the folder's name or a part of it, its name=, or latest"
     show = commands.add_parser("show", help="say what a run is and how it went; list the newest", allow_abbrev=False)
     show.add_argument("run", nargs="?", metavar="RUN", help=f"{names}; without one, the newest runs are listed")
     show.set_defaults(call=look.show)

@@ -22,7 +22,8 @@ HEAD, TAIL = 2**20, 2**16  # bytes of a spool that are looked at to say what its
 
 
 def find_run(word: str, runs: Path) -> Path:
-    """Returns the folder of a run: a path, a whole name in `runs`, `latest`, or the beginning or a part of one name.
+    """Returns the folder of a run: a path, a whole name in `runs`, `latest`, the `name=` of one run, or the beginning
+    or a part of one name in `runs`.
 
     Raises:
         BadInput: no run is called so, or several are; the message names them. Or it is a folded model.
@@ -46,13 +47,16 @@ def find_run(word: str, runs: Path) -> Path:
         return runs / newest_first(names, runs)[0]
     if _has_spool(path):
         return path
-    found = [name for name in names if name.startswith(word)] or [name for name in names if word in name]
+    labels = {name: label for name in names if (label := _label(_glance(runs / name)[0])) is not None}
+    labelled = [name for name, label in labels.items() if label == word]
+    found = labelled or [name for name in names if name.startswith(word)] or [name for name in names if word in name]
     if len(found) == 1 and word:
         return runs / found[0]
     if found:
-        raise BadInput(_ambiguous(shown, newest_first(found, runs), runs))
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.4)
-    hint = f"; nearest: {', '.join(near)}"
+        wish = "give the folder of one" if labelled else "write more of the name"
+        raise BadInput(_ambiguous(shown, newest_first(found, runs), runs, wish))
+    near = difflib.get_close_matches(word, dict.fromkeys([*names, *labels.values()]), n=3, cutoff=0.4)
+    hint = f"; nearest: {', '.join(map(plain, near))}"
     if not near:
         some = newest_first(names, runs)[:NEWEST]
         hint = f"; the newest {'is' if len(some) == 1 else 'are'} {', '.join(some)}"
@@ -104,12 +108,12 @@ def newest_first(names: list[str], runs: Path) -> list[str]:
     return sorted(names, key=lambda name: (-written(runs / name), name))
 
 
-def _ambiguous(shown: str, names: list[str], runs: Path) -> str:
+def _ambiguous(shown: str, names: list[str], runs: Path, wish: str) -> str:
     now = time.time()
     width = max(len(name) for name in names[:MAX_NAMED])
     told = [f"  {name:<{width}}  {_about(runs / name, now)}" for name in names[:MAX_NAMED]]
     more = [f"  and {len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
-    return "\n".join([f"{shown}: {len(names)} runs in {runs} are called so; write more of the name:", *told, *more])
+    return "\n".join([f"{shown}: {len(names)} runs in {runs} are called so; {wish}:", *told, *more])
 
 
 def _about(folder: Path, now: float) -> str:
@@ -123,7 +127,7 @@ def _about(folder: Path, now: float) -> str:
     blocks = [f"{side}={model[side]}" for side in ("N", "M") if model.get(side)]
     rate = optim.get("lr") if isinstance(optim, Mapping) else None
     said = [
-        f"'{config['name']}'" if config.get("name") not in (None, "run") else "",
+        f"'{label}'" if (label := _label(start)) is not None else "",
         str(model.get("scheme") or ""),
         " ".join(blocks),
         f"seed {config['seed']}" if "seed" in config else "",
@@ -132,6 +136,13 @@ def _about(folder: Path, now: float) -> str:
         f"written {duration(now - written(folder))} ago",
     ]
     return plain(", ".join(part for part in said if part), 120)
+
+
+def _label(start: Mapping[str, Any]) -> str | None:
+    """Returns the `name=` that a run was given, None where it has that of all runs."""
+    config = start.get("config")
+    label = config.get("name") if isinstance(config, Mapping) else None
+    return None if label in (None, "run") else str(label)
 
 
 def _glance(folder: Path) -> tuple[dict[str, Any], int | None]:

@@ -5,6 +5,7 @@ import pytest
 
 from normscale.errors import BadInput
 from normscale.tracking.find import find_run, folders_of
+from normscale.tracking.spool import SpoolWriter
 from tests.tracking.made import make_foreign, make_run
 
 
@@ -95,6 +96,28 @@ def test_candidates_are_told_apart_by_what_they_are(tmp_path: Path) -> None:
     assert lines["a-deep"].startswith("deepnorm, M=48, seed 3, lr 0.001, step 30, written")
     assert lines["a-gpt"].startswith("'gpt', step 8, written")
     assert lines["a-torn"].startswith("written")
+
+
+def named(runs: Path, folder: str, name: str) -> None:
+    with SpoolWriter(runs / folder, 1) as spool:
+        spool.start(run_id=folder, config={"name": name})
+
+
+def test_a_run_is_found_by_the_name_that_it_was_given(tmp_path: Path) -> None:
+    for folder, name in (("post-1", "mine"), ("mine-too-2", "other"), ("pre-3", "twice"), ("pre-4", "twice")):
+        named(tmp_path, folder, name)
+    named(tmp_path, "deep-5", "run")  # the name of whatever was given none
+    assert find_run("mine", tmp_path) == tmp_path / "post-1"  # before what only begins so
+    assert find_run("mine-", tmp_path) == tmp_path / "mine-too-2"
+    with pytest.raises(BadInput, match=r"twice: 2 runs in .* are called so; give the folder of one:") as caught:
+        find_run("twice", tmp_path)
+    lines = str(caught.value).splitlines()[1:]
+    assert sorted(line.split()[0] for line in lines) == ["pre-3", "pre-4"]
+    assert all("'twice'" in line for line in lines)
+    with pytest.raises(BadInput, match=r"no run in .* is called so"):
+        find_run("run", tmp_path)
+    with pytest.raises(BadInput, match="nearest: twice"):
+        find_run("twices", tmp_path)
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text("")])
