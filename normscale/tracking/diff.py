@@ -18,6 +18,7 @@ COST = ("seconds", "train_seconds", "checkpoint_s", "tokens_s", "tflops_s", "mfu
 """Numbers that two starts of one run never share."""
 PLACES = ("identity", "environment", "data", "model", "backend", "precision_seen", "engine")
 POSITIONS = ("bad_step", "bad_layer")  # numbers of places, with no sense in shares
+SIGNED = ("gap", "spike", "spike_grad", "grad_slope")  # that are 0 or below as well: of these the difference is said
 PROFILES = {"stream_rms": "stream RMS", "grad_norm": "gradient"}
 SIDES = ("A", "B")
 
@@ -27,7 +28,8 @@ Pair = tuple[Any, Any]
 def differences(a: RunRecord, b: RunRecord) -> dict[str, Any]:
     """Returns what differs, by section; a section in which nothing differs is empty.
 
-    `config` and `place` hold pairs by dotted key; `numbers` and `cost` hold pairs and the relative difference;
+    `config` and `place` hold pairs by dotted key; `numbers` and `cost` hold pairs and the relative difference, None
+    for numbers that may be 0 or below;
     `training` tells where the training losses part; `profiles` names those whose last arrays are not the same.
     """
     sides = [_flat({key: at(record, key) for key in PLACES}) for record in (a, b)]
@@ -37,7 +39,7 @@ def differences(a: RunRecord, b: RunRecord) -> dict[str, Any]:
         "config": _pairs(*(_flat(at(record, "config") or {}) for record in (a, b))),
         "place": _pairs(*sides),
         "numbers": {
-            key: (*pair, None if key in POSITIONS else relative(*pair))
+            key: (*pair, None if key in (*POSITIONS, *SIGNED) else relative(*pair))
             for key, pair in numbers.items()
             if key not in COST
         },
@@ -68,8 +70,7 @@ def training(a: RunRecord, b: RunRecord) -> dict[str, Any]:
 
 def relative(a: Any, b: Any) -> float | None:
     """Returns (b - a) / |a|, None where one of them is no finite number or a is 0."""
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in (a, b))
-    return (b - a) / abs(a) if numbers and a else None
+    return (b - a) / abs(a) if _is_finite(a) and _is_finite(b) and a else None
 
 
 def diff(a: RunRecord, b: RunRecord, look: Look) -> list[str]:
@@ -97,10 +98,13 @@ def as_json(a: RunRecord, b: RunRecord) -> dict[str, Any]:
 
 
 def _table(title: str, pairs: Mapping[str, tuple[Any, ...]], look: Look) -> list[str]:
-    """Returns a line for each key: both values and, where the pairs have a third item, the relative difference."""
+    """Returns a line for each key: both values and, where the pairs have a third item, the relative difference.
+
+    Of numbers that may be 0 or below it is the difference itself.
+    """
     if not pairs:
         return []
-    shown = {key: (_said(pair[0]), _said(pair[1]), _share(*pair[2:])) for key, pair in pairs.items()}
+    shown = {key: (_said(pair[0]), _said(pair[1]), _moved(key, pair)) for key, pair in pairs.items()}
     keys = min(max(len(text) for text in (*pairs, title)), look.width // 2)
     rest = look.width - keys - 4 - (14 if any(share for *_, share in shown.values()) else 0)
     columns = [min(max([10, *(len(texts[i]) for texts in shown.values())]), rest // 2) for i in (0, 1)]
@@ -224,8 +228,16 @@ def _said(item: Any) -> str:
     return "-" if item in (None, "", [], {}) else str(item)
 
 
-def _share(share: float | None = None) -> str:
+def _moved(key: str, pair: tuple[Any, ...]) -> str:
+    """Returns how far the second value is from the first, empty where that is not said."""
+    a, b, share = (*pair, None)[:3]
+    if key in SIGNED and len(pair) > 2 and _is_finite(a) and _is_finite(b):
+        return f"{b - a:+.3g}"
     return "" if share is None else _percent(share, "+")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _percent(share: float, sign: str = "") -> str:
