@@ -1,6 +1,7 @@
 """What the blocks of a run are worth, as a table that a person reads."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,11 @@ def table(found: Mapping[str, Any], look: Look) -> list[str]:
     rises = [restored(block["removal"]) for block in tried]
     longest = max((rise for rise in rises if math.isfinite(rise)), default=0.0)
     room = look.width - width - 24
-    head = f"{found['run']}, step {found['step']}: held-out loss {number(restored(found['loss']))} nats"
-    own = found["run_sequences"]
+    loss, own = number(restored(found["loss"])), found["run_sequences"]
+    said = f"{found['run']}, step {found['step']}: held-out loss {loss} nats on {found['sequences']} sequences"
     other = f" (the run's own is of {own}: --batches)" if own != found["sequences"] else ""
     lines = [
-        look.fit(f"{head} on {found['sequences']} sequences{other}"),
+        *map(look.fit, textwrap.wrap(said + other, look.width, subsequent_indent="    ", break_on_hyphens=False)),
         look.paint(look.fit(f"{'without':<{width}}  {'loss rises by':>13}  angle"), "faint"),
     ]
     for block, rise in zip(tried, rises, strict=True):

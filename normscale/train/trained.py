@@ -15,7 +15,7 @@ from normscale.config.schema import RunConfig
 from normscale.data.task import Task, load_task
 from normscale.errors import BadInput
 from normscale.models.builder import build
-from normscale.tracking.reader import RunRecord, read_run
+from normscale.tracking.reader import RunRecord, at, read_run
 from normscale.train.checkpoint import FOLDER, Unusable, index_of, steps_in, wholes
 from normscale.train.engines.engine import Engine
 from normscale.train.engines.plain import PlainEngine
@@ -39,18 +39,24 @@ def trained(run_dir: Path, step: int | None = None) -> Trained:
     """Returns the model of a run's checkpoint of `step`, None for the newest.
 
     Raises:
-        BadInput: the run has no checkpoint that can be used, or its text is not what it was trained on.
+        BadInput: the run has no checkpoint that can be used (one of a Monitor has none), or its text is not what it was
+            trained on.
     """
     record = read_run(run_dir)
+    if at(record, "config", "monitor") is not None:
+        raise BadInput(
+            f"{run_dir}: a run of normscale.Monitor, of which normscale has no model and no checkpoint; name a run of"
+            " normscale train (normscale show lists the newest)"
+        )
     config = _config(run_dir, record.start.get("config"))
-    at, weights = weights_of(run_dir, step)
+    reached, weights = weights_of(run_dir, step)
     task = load_task(config)
     digest = (record.start.get("data") or {}).get("digest")
     if digest is not None and digest != task.digest:
         raise BadInput(f"data.source: {config.data.source} is no longer the text that {run_dir.name} was trained on")
     engine = PlainEngine(build(config.model, task.vocab, config.seed), config.precision, torch.device(device_kind()))
     _load(engine, weights, run_dir)
-    return Trained(record, config, task, at, engine)
+    return Trained(record, config, task, reached, engine)
 
 
 def weights_of(run_dir: Path, step: int | None = None) -> tuple[int, dict[str, Tensor]]:

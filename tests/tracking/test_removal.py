@@ -1,5 +1,7 @@
 """The table of what blocks are worth."""
 
+import pytest
+
 from normscale.tracking.draw import Look
 from normscale.tracking.removal import table
 
@@ -29,15 +31,21 @@ def test_bars_are_as_long_as_the_loss_rises() -> None:
     assert rows["decoder.0003"].endswith("\N{MULTIPLICATION SIGN}")
     assert "+Inf" in rows["decoder.0003"]
     assert lines[-1].startswith("angle of all 5 blocks")
-    first, *_ = table(FOUND | {"run_sequences": 64}, Look())
-    assert first.endswith("on 16 sequences (the run's own is of 64: --batches)")
     assert all(len(line) <= 100 for line in lines)
+
+
+@pytest.mark.parametrize("width", [50, 100])
+def test_what_the_loss_is_of_is_said_whole(width: int) -> None:
+    lines = table(FOUND | {"run": "deepnorm-L0048-s0-0123456789", "run_sequences": 64}, Look(width))
+    head = lines[: next(i for i, line in enumerate(lines) if line.startswith("without"))]
+    assert " ".join(line.strip() for line in head).endswith("on 16 sequences (the run's own is of 64: --batches)")
+    assert all(len(line) <= width for line in lines)
 
 
 def test_it_fits_a_narrow_terminal_and_ascii() -> None:
     lines = table(FOUND, Look(width=50, unicode=False))
     assert all(len(line) <= 50 and line.isascii() for line in lines)
-    assert "#" in lines[2]
+    assert "#" in lines[3]  # the first line takes two
 
 
 def test_nothing_rises() -> None:

@@ -20,6 +20,7 @@ from normscale.models.builder import build
 from normscale.train.removal import removal
 from normscale.train.run import run
 from normscale.train.trained import weights_of
+from tests.tracking.made import make_foreign
 
 
 def config(runs: Path, **parts: Any) -> RunConfig:
@@ -76,7 +77,8 @@ def test_the_command_prints_a_table_and_the_place(run_dir: Path, capsys: pytest.
     assert main([*words, "--blocks", "2", "--batches", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{run_dir.name}, step 6: held-out loss ")
-    assert [line.split()[0] for line in lines[2:4]] == ["decoder.0000", "decoder.0003"]
+    below = next(i for i, line in enumerate(lines) if line.startswith("without"))
+    assert [line.split()[0] for line in lines[below + 1 : below + 3]] == ["decoder.0000", "decoder.0003"]
     assert lines[-2].startswith("angle of all 4 blocks")
     assert lines[-1] == f"written to {run_dir / 'removal-00000006.json'}"
     assert max(map(len, lines[:-1])) <= 100
@@ -107,6 +109,16 @@ def test_a_run_without_a_checkpoint_says_how_to_get_one(tmp_path: Path, capsys: 
     result = run(config(tmp_path, checkpoint={"every": 0}))
     err = said(["removal", str(result.run_dir)], capsys)
     assert "it has no checkpoint; train it with checkpoint.every=N" in err
+
+
+@pytest.mark.parametrize("command", ["removal", "fold", "translate"])
+def test_a_run_of_a_monitor_has_no_checkpoint_of_ours(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_foreign(tmp_path, "theirs")
+    err = said([command, "latest", "--runs", str(tmp_path)], capsys)
+    assert "theirs: a run of normscale.Monitor" in err
+    assert "name a run of normscale train" in err
 
 
 def test_what_cannot_be_used_is_said(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
