@@ -12,6 +12,7 @@ from normscale.tracking.draw import Look
 from normscale.tracking.find import names_in, newest_first, written
 from normscale.tracking.mlflow_layout import outcome
 from normscale.tracking.reader import at, is_written, read_run
+from normscale.tracking.record import too_few
 from normscale.tracking.spool import strict
 from normscale.tracking.text import number
 
@@ -69,5 +70,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         elif isinstance(value, int | float):
             cells.append(number(value, 3) if key == "gap" else number(value))
         else:
+            value = "too few steps" if key == "outcome" and too_few(value, row.get("steps")) else value
             cells.append("-" if value is None else plain(str(value), 40 if key == "run" else 20))
     return cells

@@ -149,6 +149,15 @@ def has_trained(gap: float) -> bool:
     return gap >= TRAINED_NATS - ROUNDING
 
 
+FEW_STEPS = 50
+"""A run of fewer that is no better than token frequencies says nothing of whether it would train (empirical)."""
+
+
+def too_few(outcome: str | None, steps: object) -> bool:
+    """Returns whether a run ended at a plateau only because it made so few steps."""
+    return outcome == "plateau" and isinstance(steps, int | float) and steps < FEW_STEPS
+
+
 # Arrays over depth, in the `profile` records; rows are named in the start record (`rows`).
 PROFILES: dict[str, str] = {
     "stream_rms": "RMS of the residual stream after each site; of several streams, the first",

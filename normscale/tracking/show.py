@@ -13,7 +13,7 @@ from normscale.tracking.draw import Look, Plot, Points, span_of
 from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
 from normscale.tracking.mlflow_layout import is_foreign, model_class, outcome, settings_of
 from normscale.tracking.reader import RunRecord, at
-from normscale.tracking.record import TRAINED_NATS, USER
+from normscale.tracking.record import TRAINED_NATS, USER, too_few
 from normscale.tracking.show_depth import depth
 from normscale.tracking.spool import strict
 from normscale.tracking.text import number
@@ -89,7 +89,9 @@ def amount(quantity: Any, unit: str = "") -> str:
 
 
 def _head(record: RunRecord, alive: bool, look: Look) -> list[str]:
-    words, kind = WORDS.get(outcome(record, None, alive), ("ended", "open"))
+    ended = outcome(record, None, alive)
+    words, kind = WORDS.get(ended, ("ended", "open"))
+    words += ": too few steps" if too_few(ended, record.summary.get("steps")) else ""
     if record.end is None and not alive:
         words = "no end: killed, or its machine was lost"
     elif record.end is not None and record.end.get("exit_code"):
