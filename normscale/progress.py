@@ -1,12 +1,16 @@
 """How far a run is, as a person reads it: one rewritten line on a terminal, else a line every ten seconds."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, Self, TextIO
 
 QUIET_S = 10.0  # between lines in a log
 LIVELY_S = 0.1  # between rewrites on a terminal
+
+Say = Callable[[str], None]
+"""Is told what is being done now."""
 
 
 def duration(seconds: float) -> str:
@@ -51,3 +55,39 @@ class Progress:
             self._out.write("\n")
             self._out.flush()
             self._open = False
+
+
+def quiet(what: str) -> None:
+    """Says nothing."""
+
+
+class Doing:
+    """Says on stderr what a command does now, and since when it has been at work, in a `with` around the work.
+
+    On a terminal it is one line, rewritten and taken away at the end; else a line at most every ten seconds.
+    """
+
+    def __init__(self, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out, self._clock = out or sys.stderr, clock
+        self._lively = self._out.isatty()
+        self._begun = self._said = clock()
+
+    def __call__(self, what: str) -> None:
+        """Says it; in a log, when it is time to."""
+        now = self._clock()
+        if not self._lively and now - self._said < QUIET_S:
+            return
+        self._said = now
+        line = f"{what}  {duration(now - self._begun)} gone"
+        if self._lively:
+            line = f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}"
+        self._out.write(line if self._lively else f"{line}\n")
+        self._out.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._lively:
+            self._out.write("\r\x1b[K")
+            self._out.flush()

@@ -2,7 +2,7 @@
 
 import io
 
-from normscale.progress import Progress, duration
+from normscale.progress import Doing, Progress, duration
 
 
 class Terminal(io.StringIO):
@@ -49,3 +49,26 @@ def test_the_first_step_does_not_count_for_the_time_left():
 
 def test_durations():
     assert [duration(value) for value in (0.4, 61, 3723, -1)] == ["0:00", "1:01", "1:02:03", "0:00"]
+
+
+def work(out: io.StringIO) -> str:
+    now = [0.0]
+    with Doing(out, clock=lambda: now[0]) as say:
+        for part in ("reading", "folding", "measuring"):
+            say(part)
+            now[0] += 7.0
+    return out.getvalue()
+
+
+def test_what_is_done_now_is_rewritten_and_taken_away_on_a_terminal() -> None:
+    assert work(Terminal()).split("\r\x1b[K") == [
+        "",
+        "reading  0:00 gone",
+        "folding  0:07 gone",
+        "measuring  0:14 gone",
+        "",
+    ]
+
+
+def test_what_is_done_now_is_a_line_in_ten_seconds_in_a_log() -> None:
+    assert work(io.StringIO()) == "measuring  0:14 gone\n"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from normscale.commands.common import check_folder, load
 from normscale.errors import BadInput
+from normscale.progress import Doing
 
 if TYPE_CHECKING:
     from normscale.config.schema import RunConfig
@@ -134,7 +135,8 @@ def removal(options: argparse.Namespace) -> int:
             raise BadInput(f"--{name}: {getattr(options, name)} leaves nothing to measure; give 1 or more")
     from normscale.train.removal import removal
 
-    found, path = removal(folder, options.blocks, options.batches, options.checkpoint)
+    with Doing() as say:
+        found, path = removal(folder, options.blocks, options.batches, options.checkpoint, say)
     said = found.as_json()
     return _tell(options, said, [*table(said, draw.look_of(sys.stdout, os.environ)), f"written to {path}"])
 
@@ -159,7 +161,8 @@ def translate(options: argparse.Namespace) -> int:
     except ValidationError as error:
         wrong = error.errors()[0]
         raise BadInput(f"--{wrong['loc'][0]}: {wrong['input']}: {wrong['msg'].replace('Input', 'it')}") from None
-    found, path = translate(folder, how, options.checkpoint)
+    with Doing() as say:
+        found, path = translate(folder, how, options.checkpoint, say)
     said = found.as_json()
     return _tell(options, said, [*table(said, draw.look_of(sys.stdout, os.environ)), f"all of them: {path}"])
 
@@ -175,7 +178,8 @@ def fold(options: argparse.Namespace) -> int:
         raise BadInput(f"--batches: {options.batches} leaves nothing to measure; give 1 or more")
     from normscale.fold.run import fold_run
 
-    found, path = fold_run(folder, options.batches, options.checkpoint, options.int8)
+    with Doing() as say:
+        found, path = fold_run(folder, options.batches, options.checkpoint, options.int8, say)
     said = found.as_json()
     return _tell(options, said, [*table(said, draw.look_of(sys.stdout, os.environ)), f"written to {path}"])
 

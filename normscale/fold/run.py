@@ -20,6 +20,7 @@ from normscale.fold.int8 import Int8Norms
 from normscale.fold.saved import Folded, in_place_of, load, save
 from normscale.models.stack import Transformer
 from normscale.norms import set_backend
+from normscale.progress import Say, quiet
 from normscale.tracking.find import FOLD
 from normscale.tracking.spool import strict
 from normscale.train.trained import trained
@@ -75,10 +76,13 @@ class Fold:
         return found
 
 
-def fold_run(run_dir: Path, batches: int, step: int | None = None, int8: bool = False) -> tuple[Fold, Path]:
+def fold_run(
+    run_dir: Path, batches: int, step: int | None = None, int8: bool = False, say: Say = quiet
+) -> tuple[Fold, Path]:
     """Folds a run's checkpoint of `step`, None the newest; returns what came of it, and the folder it was written to.
 
-    In fp64 the fold itself is measured; in fp32, and in bf16 products, what was written (in fp32), read back.
+    In fp64 the fold itself is measured; in fp32, and in bf16 products, what was written (in fp32), read back. `say` is
+    told what is being done.
 
     Raises:
         BadInput: nothing of the model can be folded, the run has no checkpoint that can be used, or another process
@@ -86,9 +90,11 @@ def fold_run(run_dir: Path, batches: int, step: int | None = None, int8: bool = 
         RunFailed: the folded model does not compute what the model does; nothing was written.
         StoreError: the folder of the run cannot be written.
     """
+    say("reading the checkpoint and the text")
     found = trained(run_dir, step)
     engine, config = found.engine, found.config
     held_out = [batch.to(engine.device) for batch in held_out_batches(found.task, config.train.batch, batches)]
+    say("folding")
     exact, folding = fold(engine.inner, held_out[0].inputs)
     folder = run_dir / f"folded-{found.step:08d}"
     model = Folded(found.record.run_id, found.step, found.task.vocab, folding.config(config.model), folding.form)
@@ -100,12 +106,12 @@ def fold_run(run_dir: Path, batches: int, step: int | None = None, int8: bool = 
         new = load(part)[0].to(engine.device)
         set_backend(new, "eager")
         differences = [
-            _difference("fp64", whole, exact, whole, held_out, nullcontext()),
-            _difference("fp32", old, new, whole, held_out, nullcontext()),
-            _difference("bf16", old, new, whole, held_out, narrow),
+            _difference("fp64", whole, exact, whole, held_out, nullcontext(), say),
+            _difference("fp32", old, new, whole, held_out, nullcontext(), say),
+            _difference("bf16", old, new, whole, held_out, narrow, say),
         ]
         models = {"unfolded": old, "folded": new} if int8 else {}
-        measured = {name: _int8(each, held_out) for name, each in models.items()}
+        measured = {name: _int8(name, each, held_out, say) for name, each in models.items()}
         sequences = config.train.batch * len(held_out)
         result = Fold(found.record.run_id, found.step, sequences, folding, differences, measured)
         (part / FOLD).write_text(json.dumps(result.as_json(), allow_nan=False, indent=1) + "\n", "utf-8")
@@ -120,9 +126,11 @@ def _difference(
     truth: Transformer,
     batches: Sequence[MicroBatch],
     cast: Autocast,
+    say: Say,
 ) -> Difference:
     largest, sums, count, losses = 0.0, torch.zeros(3, dtype=torch.float64), 0, [0.0, 0.0]
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        say(f"measuring in {precision}: batch {number} of {len(batches)}")
         with cast:
             before, after = old(**batch.inputs), new(**batch.inputs)
         for i, logits in enumerate((before, after)):
@@ -138,9 +146,10 @@ def _difference(
 
 
 @torch.no_grad()
-def _int8(model: Transformer, batches: Sequence[MicroBatch]) -> Int8:
+def _int8(name: str, model: Transformer, batches: Sequence[MicroBatch], say: Say) -> Int8:
     norms, losses = Int8Norms(model), [0.0, 0.0]
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        say(f"measuring int8 norms, {name}: batch {number} of {len(batches)}")
         with norms.watched():
             losses[0] += _summed(model(**batch.inputs), batch)
         with norms.on():

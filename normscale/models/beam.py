@@ -1,5 +1,6 @@
 """Beam search: the most likely sequences that a model with an encoder beside its decoder says to a source."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,19 @@ class Search:
 
 
 @torch.no_grad()
-def best(model: Transformer, source_BS: Tensor, keep_BS: Tensor | None, how: Search) -> list[list[int]]:
+def best(
+    model: Transformer,
+    source_BS: Tensor,
+    keep_BS: Tensor | None,
+    how: Search,
+    on_token: Callable[[int, int], None] = lambda token, most: None,
+) -> list[list[int]]:
     """Returns the best sequence found to each source, without the tokens that open and close it.
 
     A source is done when no sequence that is still followed could come to be better than the best finished one, and at
     the latest at `model.context` tokens, END included. To a source whose logits are not finite nothing is said. The
-    encoder reads each source once; the decoder reads the sequences anew for every token.
+    encoder reads each source once; the decoder reads the sequences anew for every token. `on_token` is called before
+    each of them, with its number and how many there are at the most.
 
     Shape: source [B, S] int64; keep [B, S] bool.
 
@@ -45,6 +53,7 @@ def best(model: Transformer, source_BS: Tensor, keep_BS: Tensor | None, how: Sea
     said = torch.full((len(source_BS), 1, 1), how.begin, device=device)  # [sources, beams, tokens]
     scores = torch.zeros(len(source_BS), 1, device=device)
     for length in range(1, model.context + 1):
+        on_token(length, model.context)
         logits = _next(model, said, memory[left], None if keep_BS is None else keep_BS[left])
         logits[..., list(how.never)] = -torch.inf
         total = scores[..., None] + logits.log_softmax(-1)

@@ -9,6 +9,7 @@ from normscale.data.batches import held_out_batches
 from normscale.errors import StoreError
 from normscale.probes.layers import Layers, spread_over
 from normscale.probes.probe import collect
+from normscale.progress import Say, quiet
 from normscale.tracking.files import write_whole
 from normscale.tracking.spool import strict
 from normscale.train.observe import subject_of
@@ -44,18 +45,22 @@ class Removal:
         return found
 
 
-def removal(run_dir: Path, blocks: int, batches: int, step: int | None = None) -> tuple[Removal, Path]:
+def removal(
+    run_dir: Path, blocks: int, batches: int, step: int | None = None, say: Say = quiet
+) -> tuple[Removal, Path]:
     """Leaves out blocks of a run's checkpoint in turn; returns what came of it, and the file it was written to.
 
     The model runs eagerly on what this machine has, in the run's precision. `step` is the checkpoint's, None the
-    newest.
+    newest; `say` is told what is being done.
 
     Raises:
         BadInput: the run has no checkpoint that can be used, or its text is not what it was trained on.
     """
+    say("reading the checkpoint and the text")
     found = trained(run_dir, step)
     config, engine, at = found.config, found.engine, found.step
     held_out = held_out_batches(found.task, config.train.batch, batches)
+    say(f"measuring without each of {min(blocks, config.model.N + config.model.M)} blocks")
     probe = Layers([(batch.inputs, batch.targets_BT) for batch in held_out], at, blocks)
     probe.attach(subject_of(engine))
     probe.after_step(at)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from normscale.data.batches import HELD_OUT_ORDER, batches
 from normscale.data.tasks.translation import Pairs
 from normscale.errors import BadInput, StoreError
 from normscale.models.beam import Search, best
+from normscale.progress import Say, quiet
 from normscale.tracking.files import write_whole
 from normscale.train.engines.engine import Engine
 from normscale.train.trained import trained
@@ -56,19 +58,22 @@ class Translation:
         return said | {"sentences": [asdict(sentence) for sentence in self.sentences]}
 
 
-def translate(run_dir: Path, how: TranslationConfig, step: int | None = None) -> tuple[Translation, Path]:
+def translate(
+    run_dir: Path, how: TranslationConfig, step: int | None = None, say: Say = quiet
+) -> tuple[Translation, Path]:
     """Translates held-out lines with a run's checkpoint; returns what came of it, and the file it was written to.
 
-    `step` is the checkpoint's, None the newest.
+    `step` is the checkpoint's, None the newest; `say` is told what is being done.
 
     Raises:
         BadInput: the run is of another task, or as `trained`.
     """
+    say("reading the checkpoint and the text")
     found = trained(run_dir, step)
     pairs = found.task.held_out
     if not isinstance(pairs, Pairs):
         raise BadInput(f"{run_dir}: it was trained on {found.task.name}; only runs of data.task=translation translate")
-    sentences = translated(found.engine, pairs, how, found.config.train.batch)
+    sentences = translated(found.engine, pairs, how, found.config.train.batch, say)
     translation = Translation(found.record.run_id, found.step, how, score(sentences), sentences)
     path = run_dir / f"translation-{found.step:08d}.json"
     try:
@@ -78,7 +83,7 @@ def translate(run_dir: Path, how: TranslationConfig, step: int | None = None) ->
     return translation, path
 
 
-def translated(engine: Engine, pairs: Pairs, how: TranslationConfig, batch: int) -> list[Sentence]:
+def translated(engine: Engine, pairs: Pairs, how: TranslationConfig, batch: int, say: Say = quiet) -> list[Sentence]:
     """Returns the first `how.sentences` held-out lines, in their fixed mixed order, with what the model says to them.
 
     Fewer where there are fewer. The model runs as it does in evaluation, over `batch` lines at a time.
@@ -91,10 +96,15 @@ def translated(engine: Engine, pairs: Pairs, how: TranslationConfig, batch: int)
         for some in np.array_split(numbers, -(-len(numbers) // batch)):
             lines = pairs.batch(some).to(engine.device)
             assert lines.source_BS is not None
-            for i, tokens in zip(some, best(model, lines.source_BS, lines.source_keep_BS, search), strict=True):
+            said = partial(_say_token, say, len(found), len(some), len(numbers))
+            for i, tokens in zip(some, best(model, lines.source_BS, lines.source_keep_BS, search, said), strict=True):
                 source, reference = (pairs.text(side[i].tolist()) for side in (pairs.source, pairs.target))
                 found.append(Sentence(source, reference, pairs.text(tokens)))
     return found
+
+
+def _say_token(say: Say, done: int, lines: int, of: int, token: int, most: int) -> None:
+    say(f"translating lines {done + 1}-{done + lines} of {of}: token {token} of at most {most}")
 
 
 def score(sentences: list[Sentence]) -> Score:

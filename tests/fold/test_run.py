@@ -103,6 +103,13 @@ def test_commands_say_of_a_folded_model_what_can_be_done_with_it(
     assert main(["show", str(run_dir)]) == 0
 
 
+def test_what_is_being_done_is_said(run_dir: Path) -> None:
+    said: list[str] = []
+    fold_run(run_dir, 2, say=said.append)
+    measured = [f"measuring in {name}: batch {i} of 2" for name in ("fp64", "fp32", "bf16") for i in (1, 2)]
+    assert said == ["reading the checkpoint and the text", "folding", *measured]
+
+
 def test_what_cannot_be_folded_is_said_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,13 @@ def test_a_run_says_at_its_end_what_its_checkpoint_says_afterwards(trained: Path
     assert written["bleu"] == found.score.bleu
 
 
+def test_what_is_being_done_is_said_token_by_token(trained: Path) -> None:
+    said: list[str] = []
+    translate(trained, TranslationConfig(sentences=10, beam=1), say=said.append)
+    assert said[:2] == ["reading the checkpoint and the text", "translating lines 1-5 of 10: token 1 of at most 12"]
+    assert "translating lines 6-10 of 10: token 4 of at most 12" in said
+
+
 def test_the_score_is_sacrebleus() -> None:
     lines = [Sentence("", "the cat sat on the mat", "the cat sat on a mat"), Sentence("", "hello there", "hello")]
     assert score(lines).bleu == BLEU().corpus_score([x.said for x in lines], [[x.reference for x in lines]]).score
