@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from normscale.arguments import typed
+from normscale.claims.discover import list_claims
 from normscale.cli import main
 from normscale.tracking.reader import read_run
 
@@ -336,6 +337,16 @@ def test_a_fresh_checkout_reports_the_records_that_came_with_it(
     assert "depth-postnorm-dies" in out
     assert "(published record of " in " ".join(out.split())
     assert (tmp_path / "reports" / "latest" / "depth-postnorm-dies.png").exists()
+
+
+def test_the_claims_are_listed_within_a_terminals_width(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["claim", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    claims = {claim.id: claim.says for claim in list_claims()}
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(claims)
+    indent = max(map(len, claims)) + 2
+    assert " ".join(line[indent:] for line in lines) == " ".join(claims.values())
 
 
 @pytest.mark.parametrize(("words", "variable"), [(["--dry-run"], ""), ([], "1")])

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 from normscale.commands.common import DEFAULT_RUNS, check_folder, uri_option
@@ -12,11 +13,14 @@ from normscale.errors import BadInput
 def listed(options: argparse.Namespace) -> int:
     """Lists the claims."""
     from normscale.claims.discover import list_claims
+    from normscale.tracking.draw import look_of
 
-    claims = list_claims()
-    width = max((len(claim.id) for claim in claims), default=0)
+    claims, look = list_claims(), look_of(sys.stdout, os.environ)
+    indent = max((len(claim.id) for claim in claims), default=0) + 2
     for claim in claims:
-        print(f"{claim.id:<{width}}  {claim.says}")
+        wrapped = textwrap.wrap(claim.says, max(20, look.width - indent), break_on_hyphens=False)
+        for i, line in enumerate(wrapped):
+            print(f"{claim.id if i == 0 else '':<{indent}}{line}")
     return 0
 
 
