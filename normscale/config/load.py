@@ -125,7 +125,8 @@ def _file(path: Path, sources: Sources, chain: tuple[Path, ...] = (), by: str = 
         return OmegaConf.create({})
     if node.id != "mapping":
         raise ConfigError(f"{name}: not a mapping; write keys, like 'model:', and indented keys below them{by}")
-    own.note(node, lambda key: f"{name}:{key.start_mark.line + 1}")
+    through = f" by extends in {by.strip(' ()')}" if by else ""
+    own.note(node, lambda key: f"{name}:{key.start_mark.line + 1}{through}")
     with _reading(own, name, lambda line: f"{name}:{line}" if line else name):
         own_values = OmegaConf.create(text)
         others = OmegaConf.to_container(own_values, resolve=False).get("extends", [])

@@ -101,17 +101,28 @@ def test_extends_merges_in_order_and_relative_to_the_file(write: Write, tmp_path
     config = load(file)
     assert (config.model.d, config.model.M, config.model.scheme) == (32, 9, "pre")
     loaded = read(file, ["model.heads=4"])
-    assert loaded.sources.where("model.d") == " (model/small.yaml:1)"
-    assert loaded.sources.where("model.M") == " (model/deep.yaml:1)"
+    assert loaded.sources.where("model.d") == " (model/small.yaml:1 by extends in deep.yaml:1)"
+    assert loaded.sources.where("model.M") == " (model/deep.yaml:1 by extends in deep.yaml:1)"
     assert loaded.sources.where("model.scheme") == " (deep.yaml:2)"
     assert loaded.sources.where("model.heads") == " (override model.heads=4)"
     assert loaded.sources.where("seed") == ""
 
 
+def test_a_mistake_in_an_extended_file_says_through_which_it_was_reached(write: Write) -> None:
+    write("model:\n  d: none\n", "base.yaml")
+    write("name: x\nextends: base.yaml\n", "middle.yaml")
+    said = mistake(write("extends: middle.yaml\n"))
+    assert said.endswith("(base.yaml:2 by extends in middle.yaml:2 by extends in deep.yaml:1)")
+    assert mistake(write("model:\n  d: none\n")).endswith(" (deep.yaml:2)")  # its own are as they were
+
+
 def test_extends_mistakes(write: Write) -> None:
     write("extends: b.yaml\n", "a.yaml")
     write("seed: 1\nextends: [./a.yaml]\n", "b.yaml")
-    assert mistake(Path("a.yaml")) == "extends: ./a.yaml extends this file in turn; break the circle (b.yaml:2)"
+    assert (
+        mistake(Path("a.yaml"))
+        == "extends: ./a.yaml extends this file in turn; break the circle (b.yaml:2 by extends in a.yaml:1)"
+    )
     assert mistake(write("extends: deep.yaml\n")).startswith("extends: deep.yaml extends this file in turn")
     assert mistake(write("seed: 1\nextends: aa.yaml\n")) == (
         "aa.yaml: no such file; did you mean 'a.yaml'? (deep.yaml:2)"
