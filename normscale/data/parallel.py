@@ -16,6 +16,11 @@ from normscale.config.sources import plain
 from normscale.data.local import MAX_COMPARED, MAX_NAME, shown, suggest
 from normscale.errors import DataError, nearest
 
+BRING = (
+    "; such text is not part of the project: bring two files, line n of one the translation of line n of the other (a"
+    " configuration of configs/train says in its first lines which text it means)"
+)
+
 
 class Pair(NamedTuple):
     """One line of each file, and its number from 1."""
@@ -73,7 +78,7 @@ def _file(base: str, language: str, key: str) -> Path:
             what = "a folder" if os.path.isdir(path) else "not a regular file"
             raise DataError(f"{key}: {shown(f'{base}.{language}{ending}')} is {what}; {meaning} endings of files")
     near = suggest(plain_path) if os.path.islink(plain_path) else _near(plain_path, language)
-    raise DataError(f"{key}: neither {missing} nor the same with .gz is a file{near}; {meaning} endings")
+    raise DataError(f"{key}: neither {missing} nor the same with .gz is a file{near}; {meaning} endings{BRING}")
 
 
 def _near(path: Path, language: str) -> str:

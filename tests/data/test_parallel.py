@@ -46,6 +46,7 @@ def test_a_missing_file_names_both_and_the_nearest(tmp_path):
     (tmp_path / "x.dd").write_bytes(b"a\n")
     said = complaint(tmp_path, "data.held_out_source")
     assert f"neither '{tmp_path}/x.de' nor the same with .gz is a file" in said
+    assert "bring two files, line n of one the translation of line n of the other" in said
     assert "did you mean" not in said  # x.en is the other side, x.dd another language
     (tmp_path / "xy.de.gz").write_bytes(b"")
     assert "did you mean 'xy.de.gz'?" in complaint(tmp_path)
