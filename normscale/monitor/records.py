@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -93,9 +94,15 @@ class Records:
                 print(f"normscale: {said}", file=sys.stderr, flush=True)
 
     def finish(self, stopped: bool) -> None:
-        """Waits for the store, if one is kept up to date, and says what it lacks; shortly where a run was stopped."""
+        """Waits for the store, if one is kept up to date, and says what it lacks; shortly where a run was stopped.
+
+        Then it says what shows the run.
+        """
         if self._sink is not None and (lacks := self._sink.finish(60.0, stopped)):
             print(f"normscale: {lacks}", file=sys.stderr, flush=True)
+        if self.spool is not None and not self.spool.gone:
+            said = shlex.join(["normscale", "show", str(self.run_dir)])
+            print(f"normscale: this run is shown by: {said}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.spool is not None:

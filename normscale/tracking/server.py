@@ -197,6 +197,7 @@ def _serve(
         with stoppable(), tempfile.TemporaryFile() as log:  # what a server says of itself helps where it fails alone
             return _watch(command, environment, log, address, port, greeting)
     except KeyboardInterrupt:
+        print("the MLflow server has stopped", flush=True)
         return 0
     finally:
         signal.signal(signal.SIGINT, before)

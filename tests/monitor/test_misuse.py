@@ -208,6 +208,7 @@ def test_a_folder_that_was_deleted_is_told_of(tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().err
     assert str(monitor.run_dir) in said
     assert "the end of the run is not recorded (it was deleted during the run)" in said
+    assert "is shown by" not in said
 
 
 def test_a_micro_batch_that_failed_is_taken_out_of_its_window(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_the_example_runs_and_its_run_can_be_shown(tmp_path: Path, capsys: pytes
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
+    assert done.stderr.splitlines()[-1] == f"normscale: this run is shown by: normscale show {run}"
     found = read_run(run)
     assert found.start["model"]["class"] == "GPT2LMHeadModel"
     assert found.start["rows"] == [f"transformer.h.{i}" for i in range(4)]

@@ -180,7 +180,9 @@ def test_the_ui_takes_its_server_with_it(tmp_path, number):
         assert process.wait(20) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
-        assert process.stdout.read() == "", "what the server says is for nobody while it serves"
+        assert process.stdout.read() == "the MLflow server has stopped\n", (
+            "what the server says is for nobody while it serves"
+        )
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
