@@ -106,7 +106,7 @@ check: $(STAMP) ## format, lint, types and import rules, without running anythin
 	@$(PY) -m ruff format --check . || { echo 'make format mends the files above' >&2; exit 1; }
 	@$(PY) -m ruff check --quiet .
 	@$(PY) -m mypy
-	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()'
+	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint(["--no-logo"])'
 
 .PHONY: format
 format: $(STAMP) ## formats the code and mends what lint can mend
@@ -219,16 +219,16 @@ if [ -z "$${TORCH_INDEX:-}" ] && [ -n "$$(find $(STAMP) -newer pyproject.toml -n
     exit 0 # another make has done it while this one waited
 fi
 echo 'Installing into .venv (once; usually 3 to 8 minutes):'
-echo '  1/3 an environment in .venv'
+echo '  1/3 an environment in .venv (seconds)'
 $(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
-echo '  2/3 PyTorch, the largest part (200 MB for CPUs, several GB with CUDA)'
+echo '  2/3 PyTorch, the largest part: 200 MB for CPUs, several GB with CUDA (1 to 4 minutes, without a word)'
 if [ -n "$${TORCH_INDEX:-}" ] && [ "$$(cat .venv/torch-index 2>/dev/null)" != "$$TORCH_INDEX" ]; then
     $(PY) -m pip install -qq --no-deps --force-reinstall --index-url "$$TORCH_INDEX" -c constraints.txt torch
     printf '%s\n' "$$TORCH_INDEX" > .venv/torch-index
 else
     $(PY) -m pip install -qq -c constraints.txt torch
 fi
-echo '  3/3 normscale and the other packages (MLflow, datasets, Accelerate, DeepSpeed, ...)'
+echo '  3/3 the other packages (MLflow, datasets, Accelerate, DeepSpeed, ...) and normscale (2 to 4 minutes, without a word)'
 $(PY) -m pip install -qq -c constraints.txt -e '.[deepspeed,dev]'
 touch $(STAMP)
 echo 'Installed. Plain make lists what there is.'
