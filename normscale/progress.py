@@ -20,6 +20,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
+def figure(quantity: float) -> str:
+    """Returns a number with two digits, as in 0.027 or 2.7; from ten on all that are before its point."""
+    return f"{quantity:,.0f}" if abs(quantity) >= 9.95 else f"{quantity:.2g}"
+
+
 class Progress:
     """Says step, loss, time a step and time left. Call it once a step; `end` finishes a rewritten line."""
 

@@ -2,7 +2,7 @@
 
 import io
 
-from normscale.progress import Doing, Progress, duration
+from normscale.progress import Doing, Progress, duration, figure
 
 
 class Terminal(io.StringIO):
@@ -72,3 +72,7 @@ def test_what_is_done_now_is_rewritten_and_taken_away_on_a_terminal() -> None:
 
 def test_what_is_done_now_is_a_line_in_ten_seconds_in_a_log() -> None:
     assert work(io.StringIO()) == "measuring  0:14 gone\n"
+
+
+def test_a_figure_has_two_digits_and_no_power_of_ten():
+    assert [figure(x) for x in (0.0268, 2.7, 9.96, 268.4, 27_000)] == ["0.027", "2.7", "10", "268", "27,000"]

@@ -1,4 +1,8 @@
-"""What runs cost: seconds a step from what a step computes, fitted to finished runs of this machine or to a trial."""
+"""What runs cost: seconds a step from what a step computes, fitted to finished runs of this machine or to a trial.
+
+On a CPU seconds are those of a core, which other work on the machine does not lengthen as it does those of the clock;
+and runs with other threads than those the estimate is for say nothing of them.
+"""
 
 import platform
 from collections.abc import Sequence
@@ -11,6 +15,7 @@ import numpy as np
 from normscale.config.schema import RunConfig
 from normscale.errors import StoreError
 from normscale.measures.config import MeasureConfig
+from normscale.progress import figure
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SPOOL
 
@@ -20,6 +25,9 @@ EVALUATION = 1 / 3  # a forward pass over a batch, in steps
 START_S = 0.2  # opening the data and the records
 BUILD_S = 0.006  # building one sublayer, empirical
 TRUST = 0.1  # the weight of the default's proportions beside one measured run
+LONG_S = 10.0  # a run of so many seconds counts as one, a shorter one as its share of it
+DOUBT = 4.0  # the default counts as so many runs
+ENOUGH = 20.0  # runs after which no trial tells more
 SLOWER = {"bf16": 2.2, "fp16": 1.9, "fp8_e4m3": 2.4, "fp8_e5m2": 2.4}
 """How much longer a step takes on a CPU with other products than fp32; empirical, at width 64."""
 
@@ -113,22 +121,54 @@ def fitted(points: Sequence[tuple[RunConfig, float]], source: str, device: Devic
     return Cost(base, per_sublayer, per_value, per_flop, source, device)
 
 
-def from_finished(runs: Path, device: Device = "cpu") -> Cost | None:
-    """Returns the cost seen in the finished runs of a folder that ran on this machine; None if there are none."""
-    points = []
+def from_finished(runs: Path, device: Device = "cpu", threads: int = 1, enough: float = 0.0) -> Cost | None:
+    """Returns the cost seen in the finished runs of a folder that ran on this machine; None if there are none.
+
+    On a CPU those count that one process of so many threads trained. The fewer they are, and the shorter, the nearer
+    the cost stays to the default; None where they count as fewer than `enough`.
+    """
+    points, evidence = [], 0.0
     for spool in sorted(runs.glob(f"*/{SPOOL}")):
         try:
             record = read_run(spool.parent)
-            seconds = float(record.summary["seconds"])
             config = RunConfig.model_validate(record.start["config"])
+            seconds = float(record.summary["seconds"])
+            identity = record.start.get("identity", {})
+            same = identity.get("device", "cpu") == device
+            if device == "cpu":
+                seconds = min(seconds, float(record.summary.get("thread_s", seconds)))
+                same &= (identity.get("threads"), identity.get("world")) == (threads, 1)
             here = record.start.get("environment", {}).get("host") == platform.node()
-            there = record.start.get("identity", {}).get("device", "cpu")
         except (StoreError, KeyError, TypeError, ValueError, AttributeError):
             continue
-        if record.finished and here and there == device and seconds > START_S and config.train.steps >= 50:
+        if record.finished and here and same and seconds > START_S and config.train.steps >= 50:
             points.append((config, seconds / steps_of(config)))
-    runs_seen = f"{len(points)} finished run{'s' * (len(points) != 1)}"
-    return fitted(points, f"{runs_seen} on this machine", device)
+            evidence += min(1.0, seconds / LONG_S)
+    if not points or (device == "cpu" and evidence < enough):
+        return None
+    seen = f"{len(points)} finished run{'s' * (len(points) != 1)} on this machine"
+    if device != "cpu":  # for which there is no default
+        return fitted(points, seen, device)
+    share = evidence / (evidence + DOUBT)
+    with_threads = f" with {threads} thread{'s' * (threads != 1)}"
+    source = f"{seen}{with_threads}, which count{'s' * (len(points) == 1)} {share:.0%} beside the speed of another"
+    found = fitted(points, source, device)
+    return found and drawn(found, share)
+
+
+def drawn(cost: Cost, share: float) -> Cost:
+    """Returns a cost between the default (a share of 0) and this one (1), in logarithms: no outlier pulls far."""
+    default = Cost()
+    base, per_sublayer, per_value, per_flop = (
+        usual * (own / usual) ** share
+        for own, usual in (
+            (cost.base, default.base),
+            (cost.per_sublayer, default.per_sublayer),
+            (cost.per_value, default.per_value),
+            (cost.per_flop, default.per_flop),
+        )
+    )
+    return Cost(base, per_sublayer, per_value, per_flop, cost.source, cost.device)
 
 
 def memory_of_nearest(runs: Path, config: RunConfig, device: Device) -> tuple[str, float] | None:
@@ -154,4 +194,4 @@ def memory_of_nearest(runs: Path, config: RunConfig, device: Device) -> tuple[st
 
 def hours(seconds: float, device: Device) -> str:
     """Returns time of one core or of one GPU in hours."""
-    return f"{seconds / 3600:.2g} {'core' if device == 'cpu' else 'GPU'}-hours"
+    return f"{figure(seconds / 3600)} {'core' if device == 'cpu' else 'GPU'}-hours"

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from normscale.claims.claim import Cell, Claim, ProfileName, work_config
-from normscale.claims.cost import Cost, Device, fitted, from_finished, hours
+from normscale.claims.cost import ENOUGH, Cost, Device, fitted, from_finished, hours
 from normscale.claims.discover import experiments_folder, list_claims, select
 from normscale.claims.manifest import cells_of, outcomes_of, write_manifest
 from normscale.claims.parts import Part, leased, refuse_while_leased
@@ -239,7 +239,7 @@ def _train(
                 _note(plan, profile, runs)
         device = _device(profile)
         try:
-            cost = from_finished(runs, device) or _trial(pool, jobs, device) if jobs else None
+            cost = from_finished(runs, device, enough=ENOUGH) or _trial(pool, jobs, device) if jobs else None
             shared: list[str] = []
             if hours is not None and cost is not None:
                 plans, jobs, shared = within(plans, jobs, profile, cost, hours, pool.size)
@@ -276,7 +276,8 @@ def _trial(pool: Pool, jobs: Sequence[Job], device: Device) -> Cost | None:
             config = revise(tried, {**settings, "tracking.runs": folder, "tracking.uri": None})
             trials.append((config, Job("", f"trial {layers}", config)))
         pool.run([trial for _, trial in trials])
-    timed = [(config, trial.step_s) for config, trial in trials if trial.step_s]
+    seconds = [trial.core_s if device == "cpu" else trial.step_s for _, trial in trials]
+    timed = [(config, each) for (config, _), each in zip(trials, seconds, strict=True) if each]
     return fitted(timed, "a short trial on this machine", device) or (Cost() if device == "cpu" else None)
 
 

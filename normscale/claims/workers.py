@@ -47,6 +47,7 @@ class Job:
     outcome: Outcome | None = None
     note: str = ""
     step_s: float | None = None
+    core_s: float | None = None  # of a step, those that its thread had a core
     deaths: int = 0
     not_before: float = 0.0
 
@@ -164,7 +165,7 @@ class Pool:
             return False
         job.outcome, job.share = kind, 1.0
         if kind == "done":
-            run_id, job.step_s = value
+            run_id, job.step_s, job.core_s = value
             job.note = ""
             if job.run_id not in ("", run_id):
                 job.outcome, job.note = "failed", f"the sources changed meanwhile: it ran as {run_id}; start again"
@@ -230,14 +231,15 @@ def _function(entry: str) -> Callable[..., Any]:
 
 
 def _train(train: Callable[..., Any], config: RunConfig | MeasureConfig, pipe: Connection) -> tuple[str, Any]:
-    first = last = 0.0
+    first = last = first_core = last_core = 0.0
     steps = 0
     told = time.monotonic()
 
     def on_step(step: int, total: int, _loss: float) -> None:
-        nonlocal first, last, steps, told
-        last = time.monotonic()
-        first = first or last
+        nonlocal first, last, first_core, last_core, steps, told
+        last, last_core = time.monotonic(), time.thread_time()
+        if not steps:
+            first, first_core = last, last_core
         steps += 1
         if last - told > MESSAGE_S:
             told = last
@@ -251,7 +253,9 @@ def _train(train: Callable[..., Any], config: RunConfig | MeasureConfig, pipe: C
         return ("held" if _held(config, str(error)) else "failed"), str(error)
     except Exception as error:  # one broken run must not stop the others; its line goes into the report
         return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return "done", (run_id, (last - first) / (steps - 1) if steps > 1 else None)
+    if steps < 2:
+        return "done", (run_id, None, None)
+    return "done", (run_id, (last - first) / (steps - 1), (last_core - first_core) / (steps - 1))
 
 
 def _held(config: RunConfig | MeasureConfig, message: str) -> bool:

@@ -68,17 +68,21 @@ def plan(options: argparse.Namespace) -> int:
 
 def _estimates(config: "RunConfig", device: str) -> list[str]:
     """Returns the time of a step and the memory, as finished runs of this machine have them."""
+    import torch
+
     from normscale.claims.cost import Device, from_finished, memory_of_nearest
-    from normscale.progress import duration
+    from normscale.progress import duration, figure
     from normscale.tracking.show import amount
 
     runs = Path(config.tracking.runs)
     kind: Device = "cuda" if device == "cuda" else "cpu"
-    cost = from_finished(runs, kind)
+    threads = torch.get_num_threads()
+    cost = from_finished(runs, kind, threads)
     if cost is None:
-        return [f"# time        not known: no run of 50 steps has finished in {runs} on this machine"]
+        ran = f" with {threads} threads" if kind == "cpu" else ""
+        return [f"# time        not known: no run of 50 steps has finished in {runs} on this machine{ran}"]
     lines = [
-        f"# time        about {cost.step(config):.2g} s a step, {duration(cost.of(config))} for"
+        f"# time        about {figure(cost.step(config))} s a step, {duration(cost.of(config))} for"
         f" {config.train.steps} steps (estimated by {cost.source})"
     ]
     if nearest := memory_of_nearest(runs, config, kind):

@@ -5,6 +5,7 @@ from typing import Any
 from normscale.plan.gpus import FRAGMENTED, GIB, RESERVED_GIB
 from normscale.plan.make import Made, Row
 from normscale.plan.trace import BACKWARD, FORWARD
+from normscale.progress import figure
 from normscale.tracking.show import amount
 from normscale.train.flops import lengths_of
 
@@ -97,7 +98,7 @@ def _wire(plan: Made) -> list[str]:
         said = f"{times}{payload} {name} a step, {by_each} {name} by each GPU"
         lines.append(f"{begin:<13}{one.collective} of {one.what}: {said}")
     for link in plan.links:
-        lines.append(f"{'':<13}{link.what}: {link.seconds:.2g} s a step at {link.gb_s:g} GB/s ({link.source})")
+        lines.append(f"{'':<13}{link.what}: {figure(link.seconds)} s a step at {link.gb_s:g} GB/s ({link.source})")
     return lines
 
 

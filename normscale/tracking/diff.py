@@ -14,7 +14,17 @@ from normscale.tracking.spool import strict
 from normscale.tracking.text import number
 
 APART = 1e-6  # a relative difference from which two training losses are not the same
-COST = ("seconds", "train_seconds", "checkpoint_s", "tokens_s", "tflops_s", "mfu", "peak_flops", "peak_memory_bytes")
+COST = (
+    "seconds",
+    "thread_s",
+    "train_seconds",
+    "checkpoint_s",
+    "tokens_s",
+    "tflops_s",
+    "mfu",
+    "peak_flops",
+    "peak_memory_bytes",
+)
 """Numbers that two starts of one run never share."""
 PLACES = ("identity", "environment", "data", "model", "backend", "precision_seen", "engine")
 POSITIONS = ("bad_step", "bad_layer")  # numbers of places, with no sense in shares

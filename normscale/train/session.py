@@ -71,6 +71,7 @@ class Session:
         self.trainer = Trainer(engine, config, self.guard)
         self.meter = Meter(config, task.vocab, engine.device, engine.world)
         self.seconds = 0.0
+        self.thread_s = 0.0  # of them, those this thread had a core: all but waiting, on a CPU
         self.checkpoint_s = 0.0
         self._probe_s: dict[str, float] = {}  # of the attempts before
         self.loss_val = self.loss_train = math.nan
@@ -145,6 +146,7 @@ class Session:
     ) -> Outcome:
         train, every = self.config.train, self.config.checkpoint.every
         started, before = time.perf_counter() - self.seconds, self.trainer.attempted
+        thread_started = time.thread_time() - self.thread_s
         if before == 0:
             self.evaluate(0, recorder)
         for step in range(before + 1, train.steps + 1):
@@ -153,6 +155,7 @@ class Session:
             result = self.trainer.step(window, recorder)
             self.meter.add(time.perf_counter() - begun - result.aside_s, window, result.targets)
             self.loss_train, self.seconds = result.loss, time.perf_counter() - started
+            self.thread_s = time.thread_time() - thread_started
             if on_step is not None:
                 on_step(step, train.steps, result.loss)
             stop = self.trainer.stops(result)
@@ -166,7 +169,9 @@ class Session:
                 return "nan"
             ending = self._ending(asked) and step < train.steps
             if every and (step % every == 0 or step == train.steps or ending):
+                thread_started -= time.thread_time()
                 started += self.save(step, recorder, checkpoints)
+                thread_started += time.thread_time()
             if ending:
                 self._preempted(step, recorder, asked)
         return "finished" if math.isfinite(self.loss_val) and self.trainer.applied else "nan"
@@ -221,7 +226,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a run goes on from; where the data stand follows from the step."""
-        names = ("loss_val", "loss_train", "seconds", "checkpoint_s", "probe_s")
+        names = ("loss_val", "loss_train", "seconds", "thread_s", "checkpoint_s", "probe_s")
         numbers = {name: getattr(self, name) for name in names}
         return {"session": numbers, "trainer": self.trainer.state_dict(), "own": random_state(self.engine.device)}
 
@@ -267,6 +272,7 @@ class Session:
             "steps": trainer.attempted,
             "applied": trainer.applied,
             "seconds": self.seconds,
+            "thread_s": self.thread_s,
             "checkpoint_s": self.checkpoint_s,
             **{f"{name}_probe_s": seconds for name, seconds in self.probe_s.items()},
             **self.meter.summary(),

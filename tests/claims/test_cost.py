@@ -96,21 +96,32 @@ def test_runs_of_one_shape_keep_the_proportions_of_the_default() -> None:
     assert fitted([], "x") is None
 
 
-def finish(runs: Path, own: RunConfig, seconds: float, name: str, **identity: str) -> None:
+def finish(runs: Path, own: RunConfig, seconds: float, name: str, *, core: float | None = None, **where: Any) -> None:
     made = record()
     assert made.end is not None
-    made.end["summary"]["seconds"] = seconds
-    made.start["identity"] = identity
+    made.end["summary"] |= {"seconds": seconds} | ({} if core is None else {"thread_s": core})
+    made.start["identity"] = {"device": "cpu", "threads": 1, "world": 1, **where}
     write(runs, name, made, own.model_dump(mode="json"))
 
 
-def test_finished_runs_of_this_machine_and_device_are_the_estimate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("platform.node", lambda: "host")
+def finish_all(runs: Path, times: int, waiting: float = 0.0, **where: Any) -> None:
+    """Writes 3 x `times` runs of ten seconds or more that had a core as TRUE says, and waited for it so much longer."""
     for layers in (2, 12, 48):
-        own = config(layers)
-        finish(tmp_path, own, TRUE.step(own) * steps_of(own), f"run-{layers}")
+        own = config(layers, **{"train.steps": 5000})
+        for number in range(times):
+            core = TRUE.step(own) * steps_of(own)
+            finish(runs, own, (1 + waiting) * core, f"run-{layers}-{number}", core=core, **where)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "host")
+
+
+def test_many_finished_runs_of_this_machine_and_device_are_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: None
+) -> None:
+    finish_all(tmp_path, 12)
     finish(tmp_path, config(12), 1e6, "on-a-gpu", device="cuda")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / SPOOL).write_text(
@@ -118,8 +129,12 @@ def test_finished_runs_of_this_machine_and_device_are_the_estimate(
     )
     found = from_finished(tmp_path)
     assert found is not None
-    assert found.source == "3 finished runs on this machine"
-    assert found.of(config(100)) == pytest.approx(TRUE.of(config(100)), rel=0.05)
+    assert found.source == (
+        "36 finished runs on this machine with 1 thread, which count 90% beside the speed of another"
+    )
+    assert found.step(config(100)) == pytest.approx(TRUE.step(config(100)), rel=0.1)
+    assert from_finished(tmp_path, enough=36) == found
+    assert from_finished(tmp_path, enough=37) is None
     gpu = from_finished(tmp_path, "cuda")
     assert gpu is not None
     assert gpu.source == "1 finished run on this machine"
@@ -127,6 +142,35 @@ def test_finished_runs_of_this_machine_and_device_are_the_estimate(
     monkeypatch.setattr("platform.node", lambda: "another machine")
     assert from_finished(tmp_path) is None
     assert from_finished(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("factor", [0.1, 10])
+def test_one_run_moves_the_estimate_little_and_a_short_one_less(tmp_path: Path, here: None, factor: float) -> None:
+    for seconds in (100.0, 7.0):
+        own = config(4, **{"train.steps": round(seconds / factor / Cost().step(config(4)))})
+        took = factor * Cost().step(own) * steps_of(own)
+        finish(tmp_path / str(seconds), own, took, "run")
+        one, counts = from_finished(tmp_path / str(seconds)), min(1.0, took / 10)
+        assert one is not None
+        # Beside the four that the default counts as.
+        assert one.step(own) / Cost().step(own) == pytest.approx(factor ** (counts / (counts + 4)), rel=1e-3)
+        assert ("20%" in one.source) == (seconds == 100)
+
+
+def test_what_else_the_machine_did_is_not_in_the_estimate(tmp_path: Path, here: None) -> None:
+    finish_all(tmp_path / "idle", 2)
+    finish_all(tmp_path / "loaded", 2, waiting=8)
+    assert from_finished(tmp_path / "loaded") == from_finished(tmp_path / "idle")
+
+
+def test_runs_of_other_threads_or_of_several_processes_say_nothing_of_a_worker(tmp_path: Path, here: None) -> None:
+    finish_all(tmp_path, 1, threads=4)
+    assert from_finished(tmp_path) is None
+    four = from_finished(tmp_path, threads=4)
+    assert four is not None
+    assert "3 finished runs on this machine with 4 threads" in four.source
+    finish_all(tmp_path / "ranks", 1, world=2)
+    assert from_finished(tmp_path / "ranks") is None
 
 
 def test_memory_is_that_of_the_nearest_finished_run_of_this_machine_and_device(
@@ -151,3 +195,4 @@ def test_memory_is_that_of_the_nearest_finished_run_of_this_machine_and_device(
 def test_hours_are_those_of_a_core_or_of_a_gpu() -> None:
     assert hours(5400, "cpu") == "1.5 core-hours"
     assert hours(36, "cuda") == "0.01 GPU-hours"
+    assert hours(36e4, "cpu") == "100 core-hours"

@@ -74,6 +74,7 @@ def test_all_jobs_are_done_longest_first_on_single_threaded_workers(
     assert [name for name, *_ in log(tmp_path)] == ended == ["b", "c", "a"]
     assert {threads for *_, threads in log(tmp_path)} == {"1"}
     assert all(one.step_s is not None and 0.0005 < one.step_s < 0.1 for one in jobs)
+    assert all(one.core_s is not None and one.step_s and one.core_s < one.step_s / 2 for one in jobs)  # they sleep
 
 
 def test_a_rank_comes_before_the_cost_and_after_the_time_nothing_begins(

@@ -97,6 +97,7 @@ def test_evaluations_slow_no_rate_and_the_record_has_the_cost(tmp_path: Path, mo
     result = run(config(tmp_path, train=train))
     summary = read_run(result.run_dir).summary
     assert summary["seconds"] - summary["train_seconds"] > 3 * 0.4  # the last evaluation is after the last step
+    assert 0 < summary["thread_s"] < summary["seconds"] - 3 * 0.4  # waiting takes no core
     assert summary["tokens_s"] > 1.2 * 6 * 4 * 16 / summary["seconds"]
     assert summary["flops_per_step"] == flops_per_step(config(tmp_path).model, 256, 4)
     assert summary["mfu"] == pytest.approx(summary["tflops_s"] * 1e12 / 1e9)

@@ -33,7 +33,7 @@ from tests.train.test_scheme_hooks import Guest
 
 ROOT = Path(__file__).parents[2]
 STEPS = 9
-TIMES = ("tokens_s", "seconds", "checkpoint_s", "train_seconds", "tflops_s", "mfu", "probe_s")
+TIMES = ("tokens_s", "seconds", "thread_s", "checkpoint_s", "train_seconds", "tflops_s", "mfu", "probe_s")
 
 
 def config(runs: Path, *, every: int = 2, keep: int = 2, **parts: Any) -> RunConfig:
@@ -678,6 +678,6 @@ def test_time_spent_on_checkpoints_is_not_training(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(checkpoint_module.Checkpoints, "save", slow)
     result = run(config(tmp_path, every=3))
-    assert result.summary["checkpoint_s"] >= 3 * 0.5 > result.summary["seconds"]
+    assert result.summary["checkpoint_s"] >= 3 * 0.5 > result.summary["seconds"] > result.summary["thread_s"] > 0
     rates = read_run(result.run_dir).series["tokens_s"]
     assert rates.values[rates.steps.index(4)] > 2 * 4 * 16 / 0.5  # the third step, its checkpoint, the fourth step
