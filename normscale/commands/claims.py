@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from normscale.commands.common import DEFAULT_RUNS, check_folder, uri_option
@@ -82,8 +84,19 @@ def report(options: argparse.Namespace) -> int:
 
 def schemes(options: argparse.Namespace) -> int:
     """Writes the page about schemes, and measures first what is not measured yet."""
+    check_folder(options.runs, "--runs", made=True)
     from normscale.claims.schemes.write import write_schemes
 
-    check_folder(options.runs, "--runs", made=True)
-    print(f"schemes  {write_schemes(options.runs, options.words)}")
+    with _saying_what_is_kept():
+        print(f"schemes  {write_schemes(options.runs, options.words)}")
     return 0
+
+
+@contextmanager
+def _saying_what_is_kept() -> Iterator[None]:
+    """Says on an interruption what it leaves."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print(str(error) or "finished runs are kept; the same command goes on with the others", file=sys.stderr)
+        raise

@@ -13,13 +13,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from normscale.claims.cost import Cost, from_finished
 from normscale.claims.fit import Line, power_law
 from normscale.claims.manifest import record_of
+from normscale.claims.progress import time_left
 from normscale.claims.protocol import MODEL, UPDATE
 from normscale.claims.workers import Job, Pool, cores
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.errors import ConfigError, StoreError
+from normscale.progress import duration
 from normscale.schemes import find_scheme
 from normscale.schemes.scheme import Topology
 from normscale.tracking.reader import RunRecord
@@ -39,6 +42,8 @@ SIDES: Mapping[Topology, tuple[str, ...]] = {
     "encoder": ("model.N",),
     "encoder-decoder": ("model.N", "model.M"),
 }
+
+START_UP_S = 10.0  # until the workers have imported torch; empirical
 
 Take = Callable[[Mapping[str, RunConfig]], Mapping[str, str]]
 """Brings the runs {id: configuration} to their ends; returns {id: what went wrong} for those that have none."""
@@ -151,16 +156,29 @@ def measure(
 
 def in_workers(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
     """Makes the runs in worker processes, one a core; as `Take`."""
-    jobs = [Job(run_id, config.name, config, config.model.N + config.model.M) for run_id, config in configs.items()]
-    said = [0]
+    claims = Path(next(iter(configs.values())).tracking.runs).parent
+    cost = from_finished(claims) or Cost()
+    jobs = [Job(run_id, config.name, config, cost.of(config)) for run_id, config in configs.items()]
+    workers = min(cores(), len(jobs))
+    about = f"about {duration(time_left(jobs, workers) + START_UP_S)} with {workers} at a time"
+    print(
+        f"{len(jobs)} runs of one step to do, {about} (estimated by {cost.source});"
+        " Ctrl-C keeps what is measured, and the same command goes on",
+        flush=True,
+    )
 
     def tell(job: Job | None) -> None:
         if job is not None:
-            said[0] += 1
-            print(f"measured at initialisation: {said[0]} of {len(jobs)} ({job.name})", flush=True)
+            ended = sum(each.outcome is not None for each in jobs)
+            print(f"measured at initialisation: {ended} of {len(jobs)} ({job.name})", flush=True)
 
-    with Pool(min(cores(), len(jobs))) as pool:
-        pool.run(jobs, tell)
+    try:
+        with Pool(workers) as pool:
+            pool.run(jobs, tell)
+    except KeyboardInterrupt:
+        done = sum(job.outcome == "done" for job in jobs)
+        kept = f"{done} of {len(jobs)} are measured and kept; the same command goes on with the others"
+        raise KeyboardInterrupt(kept) from None
     return {job.run_id: job.note for job in jobs if job.outcome != "done"}
 
 

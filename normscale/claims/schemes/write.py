@@ -36,6 +36,7 @@ def write_schemes(
         find_scheme(name)
     runs, reports = runs.absolute(), reports.absolute()
     writable(reports)
+    print("schemes: finding what is measured already", flush=True)
     reported = gather(runs, list_claims(), published=experiments_folder() / "results")
     measured = at_init.measure(schemes, runs / FOLDER, depths, take)
     sizes: dict[str, Size] = {}

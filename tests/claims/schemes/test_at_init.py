@@ -1,10 +1,11 @@
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from normscale.claims.schemes import at_init
+from normscale.claims.workers import Job
 from normscale.config.schema import RunConfig
 from normscale.errors import ConfigError, StoreError
 from normscale.train.run import run
@@ -52,6 +53,50 @@ def test_what_was_measured_is_not_measured_again(measured: tuple[Path, list[at_i
     again = at_init.measure(["pre"], runs, DEPTHS, never)
     np.testing.assert_array_equal(again[0].at[1].gradient, before[1].at[1].gradient)
     assert len([path for path in runs.iterdir() if path.is_dir()]) == 8  # schemes, depths, optimizers
+
+
+def test_what_an_interruption_left_is_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        """A pool whose first job is done when Ctrl-C comes, and whose second is being measured."""
+
+        def __init__(self, _workers: int) -> None: ...
+
+        def __enter__(self) -> "Interrupted":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def run(self, jobs: Sequence[Job], tell: Callable[[Job | None], None]) -> None:
+            done, begun = jobs
+            assert isinstance(done.config, RunConfig)
+            assert isinstance(begun.config, RunConfig)
+            run(done.config)
+            done.outcome = "done"
+            tell(done)
+            run(begun.config, on_step=interrupt)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(at_init, "Pool", Interrupted)
+    monkeypatch.setattr(at_init, "cores", lambda: 1)
+    with pytest.raises(KeyboardInterrupt, match=r"^1 of 2 are measured and kept; the same command goes on with the"):
+        at_init.measure(["pre"], tmp_path, (2,))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 runs of one step to do, about 0:1")
+    assert first.endswith("; Ctrl-C keeps what is measured, and the same command goes on")
+    assert second == "measured at initialisation: 1 of 2 (pre, 2 blocks, SGD)"
+    asked: list[str] = []
+
+    def rest(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
+        asked.extend(config.name for config in configs.values())
+        return here(configs)
+
+    (found,) = at_init.measure(["pre"], tmp_path, (2,), rest)
+    assert asked == ["pre, 2 blocks, Adam"]
+    assert set(found.at[0].update) == set(at_init.OPTIMIZERS)
 
 
 def test_a_scheme_that_cannot_be_measured_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
