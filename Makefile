@@ -79,8 +79,8 @@ help: ## this list
 	@echo 'ARGS are shell words: make train ARGS="train.steps=50 '\''name=a b'\''"; DRY_RUN=1 shows what train or claim would start.'
 
 .PHONY: reproduce
-reproduce: $(STAMP) ## trains the core claims' runs, judges them, writes the report; goes on where it was interrupted
-	@$(PY) -m normscale claim run --core --profile cpu
+reproduce: $(STAMP) ## trains the core claims' runs, judges them, writes the report; goes on where it was interrupted (ARGS=)
+	@$(PY) -m normscale claim run --core --profile cpu $(value ARGS)
 
 .PHONY: test
 test: $(STAMP) ## runs the tests (ARGS= for pytest)

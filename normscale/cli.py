@@ -136,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--all", action="store_true", help="every claim there is")
     how_much = "how much (default cpu; paper: as published, of the few claims that have it)"
     run.add_argument("--profile", choices=("smoke", "cpu", "gpu", "paper"), default="cpu", help=how_much)
-    run.add_argument("--dry-run", action="store_true", help="list the runs, start none (as DRY_RUN=1)")
+    run.add_argument("--dry-run", action="store_true", help="say what is to do, start nothing (as DRY_RUN=1)")
+    run.add_argument("-v", "--verbose", action="store_true", help="with --dry-run: list the single runs too")
     run.add_argument("--workers", type=whole, help="runs at a time (default: one a core)")
     budget = (
         "as many runs as so many hours pay for: seeds go first, then cells, then claims; runs that are done are kept"

@@ -350,7 +350,7 @@ def test_the_claims_are_listed_within_a_terminals_width(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("words", "variable"), [(["--dry-run"], ""), ([], "1")])
-def test_a_dry_run_of_a_claim_lists_its_runs_and_starts_none(
+def test_a_dry_run_of_a_claim_says_what_is_to_do_and_starts_none(
     words: list[str],
     variable: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -361,8 +361,12 @@ def test_a_dry_run_of_a_claim_lists_its_runs_and_starts_none(
 
     monkeypatch.setenv("DRY_RUN", variable)
     monkeypatch.setattr(runner, "run_claims", lambda *args, **kwargs: pytest.fail("it was started"))
-    assert main(["claim", "run", "update-bounded", "--profile", "smoke", "--runs", str(tmp_path / "runs"), *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert (
+        main(["claim", "run", "update-bounded", "--profile", "smoke", "--runs", str(tmp_path / "runs"), *words, "-v"])
+        == 0
+    )
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "update-bounded, profile smoke: finding runs done and to do"
     assert lines[0].startswith("update-bounded: L0002 post-sgd s0: scheme=post M=2 sgd lr=1e-06")
     runs = [line for line in lines if line.startswith("update-bounded: ")]
     assert lines[-1] == f"{len(runs)} runs in profile smoke; nothing was started"

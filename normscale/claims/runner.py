@@ -148,17 +148,22 @@ def planned(
     workers: int | None = None,
     part: Part | None = None,
     hours: float | None = None,
+    verbose: bool = False,
 ) -> list[str]:
-    """Returns a line for each run that `run_claims` would start or find done: its claim, name and what sets it apart.
+    """Returns lines that say what `run_claims` would do, and what it would cost, in all and for each claim.
 
-    Then what those still to do would cost, as finished runs in `runs` have it, or else runs elsewhere.
+    The cost is as finished runs in `runs` have it, or else runs elsewhere. If `verbose`, a line stands before for each
+    run that it would start or find done: its claim, name and what sets it apart.
 
     Raises:
         BadInput: there is no such claim, or it cannot be run so.
     """
-    lines, configs = [], []
     _check_asked(workers, part, hours)
-    for claim in select(list(ids), list_claims(), profile):
+    claims = select(list(ids), list_claims(), profile)
+    listed = claims[0].id if len(claims) == 1 else f"{len(claims)} claims"
+    print(f"{listed}, profile {profile}: finding runs done and to do", flush=True)  # it takes seconds
+    lines, configs = [], []
+    for claim in claims:
         configs.append((claim, [(cell, work_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
     with _devices(profile):
         plans = plans_of(configs)
@@ -174,7 +179,10 @@ def planned(
                 lines.append(f"{plan.claim.id}: {cell.name}: {_setting(plan.configs[run_id])}")
     price = _price(plans, jobs, done, cost, min(workers or _at_a_time(profile), max(1, len(jobs))))
     cut = "" if part is None else f", part {part}"
-    return [*lines, *price, *shared, f"{len(lines)} runs in profile {profile}{cut}; nothing was started"]
+    total = f"{len(lines)} runs in profile {profile}{cut}; nothing was started"
+    if verbose:
+        return [*lines, *price, *shared, total]
+    return [*price, *shared, total, "--verbose lists the runs (make: ARGS=-v)"]
 
 
 def _setting(config: Work) -> str:
@@ -201,19 +209,20 @@ def _price(plans: Sequence[Plan], jobs: Sequence[Job], done: int, cost: Cost | N
         return [f"nothing to do, {done} done already" if cut or not done else f"all {done} runs are done already"]
     head = f"{len(jobs)} runs to do, {done} done already; "
     if cost is None:
-        return [head + "what they cost on this device is not known: none has finished on it"]
-    for job in jobs:
-        job.cost = cost.of(job.config)
-    seconds = sum(job.cost for job in jobs)
-    wall = time_left(jobs, workers)
-    # A GPU is taken for as long as any of its workers trains.
-    total = hours(seconds if cost.device == "cpu" else wall, cost.device)
-    lines = [f"{head}about {duration(wall + AROUND_S)} with {workers} at a time, {total} (estimated by {cost.source})"]
+        lines = [head + "what they cost on this device is not known: none has finished on it"]
+    else:
+        for job in jobs:
+            job.cost = cost.of(job.config)
+        wall = time_left(jobs, workers)
+        # A GPU is taken for as long as any of its workers trains.
+        total = hours(sum(job.cost for job in jobs) if cost.device == "cpu" else wall, cost.device)
+        about = f"about {duration(wall + AROUND_S)} with {workers} at a time, {total}"
+        lines = [f"{head}{about} (estimated by {cost.source})"]
     width = max(len(plan.claim.id) for plan in plans)
     for plan in plans:
         own = [job for job in jobs if job.run_id in plan.configs]
-        price = hours(sum(job.cost for job in own), cost.device)
-        lines.append(f"  {plan.claim.id:<{width}}  {len(own):>3} of {len(plan.configs):>3} runs to do, {price}")
+        price = "" if cost is None else f", {hours(sum(job.cost for job in own), cost.device)}"
+        lines.append(f"  {plan.claim.id:<{width}}  {len(own):>3} of {len(plan.configs):>3} runs to do{price}")
     if sum(len(plan.configs) for plan in plans) > len(runs_of(plans, None)):
         lines.append("  (runs that claims share are done once, and counted once in all)")
     return lines

@@ -44,29 +44,25 @@ def run(options: argparse.Namespace) -> int:
     elif options.then_judge:
         raise BadInput("--then-judge: goes with --part; a start without that judges at its end anyway")
     if options.dry_run or os.environ.get("DRY_RUN", "") not in ("", "0"):
-        print("\n".join(planned(ids, options.profile, options.runs, options.workers, part, options.hours)))
+        how = (options.workers, part, options.hours, options.verbose)
+        print("\n".join(planned(ids, options.profile, options.runs, *how)))
         return 0
     uri = None if options.uri == "null" else options.uri  # as tracking.uri=null
-    try:
-        with uri_option():
-            if uri is not None:
-                from normscale.tracking.mlflow_store import check_place
+    with _saying_what_is_kept(), uri_option():
+        if uri is not None:
+            from normscale.tracking.mlflow_store import check_place
 
-                check_place(uri)  # before anything is said
-            return run_claims(
-                ids,
-                options.profile,
-                runs=options.runs,
-                uri=uri,
-                workers=options.workers,
-                part=part,
-                then_judge=options.then_judge,
-                hours=options.hours,
-            )
-    except KeyboardInterrupt as error:
-        kept = str(error) or "finished runs are kept; the same command goes on with the others"
-        print(kept, file=sys.stderr)
-        raise
+            check_place(uri)  # before anything is said
+        return run_claims(
+            ids,
+            options.profile,
+            runs=options.runs,
+            uri=uri,
+            workers=options.workers,
+            part=part,
+            then_judge=options.then_judge,
+            hours=options.hours,
+        )
 
 
 def report(options: argparse.Namespace) -> int:

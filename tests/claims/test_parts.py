@@ -141,12 +141,12 @@ def test_parts_train_and_a_start_without_one_judges(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_trial", lambda *_: runner.Cost())  # it takes as long as the runs themselves
-    shown = [planned(["core"], "cpu", Path("runs"), 1, Part(number, 2)) for number in (1, 2)]
+    shown = [planned(["core"], "cpu", Path("runs"), 1, Part(number, 2), verbose=True) for number in (1, 2)]
     assert [lines[-1].partition(" runs ")[2] for lines in shown] == [
         f"in profile cpu, part {number}/2; nothing was started" for number in (1, 2)
     ]
     cells = [[line for line in lines if " s" in line and "scheme=" in line] for lines in shown]
-    assert sorted(cells[0] + cells[1]) == sorted(planned(["core"], "cpu", Path("runs"), 1)[:4])
+    assert sorted(cells[0] + cells[1]) == sorted(planned(["core"], "cpu", Path("runs"), 1, verbose=True)[:4])
     assert run("core", part=Part(1, 2)) == 0
     said = capsys.readouterr().out
     assert "one, two: profile cpu, part 1/2" in said

@@ -187,7 +187,7 @@ def test_the_cost_is_said_in_all_and_for_each_claim_before_anything_starts(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "Pool", lambda *_: pytest.fail("a worker was started"))
-    lines = runner.planned(["one", "two"], "cpu", Path("runs"), workers=1)
+    lines = runner.planned(["one", "two"], "cpu", Path("runs"), workers=1, verbose=True)
     runs, price = lines[:4], lines[4:-1]
     assert [line.split(":")[0] for line in runs] == ["one", "one", "two", "two"]
     assert re.match(r"3 runs to do, 0 done already; about 0:[12]\d ", price[0])  # one is shared; 15 s are of start-up
@@ -195,13 +195,18 @@ def test_the_cost_is_said_in_all_and_for_each_claim_before_anything_starts(
     assert [line.split()[:4] for line in price[1:3]] == [["one", "2", "of", "2"], ["two", "2", "of", "2"]]
     assert "counted once" in price[3]
     assert lines[-1] == "4 runs in profile cpu; nothing was started"
+    short = runner.planned(["one", "two"], "cpu", Path("runs"), workers=1)
+    assert short == [*price, lines[-1], "--verbose lists the runs (make: ARGS=-v)"]
     assert not (checkout / "runs").exists()
 
 
 def test_a_gpu_that_nothing_ran_on_has_no_price(checkout: Path) -> None:
     plan = runner.Plan(runner.select(["one"], runner.list_claims())[0])
     job = runner.Job("a", "a", runner.RunConfig())
-    assert "not known" in runner._price([plan], [job], 0, None, 1)[0]
+    plan.configs["a"] = job.config
+    unknown = runner._price([plan], [job], 0, None, 1)
+    assert "not known" in unknown[0]
+    assert unknown[1].split() == ["one", "1", "of", "1", "runs", "to", "do"]
     known = runner._price([plan], [job], 0, runner.Cost(device="cuda", source="x"), 1)
     assert known[0].endswith("GPU-hours (estimated by x)")
     assert runner._price([plan], [], 7, None, 1) == ["all 7 runs are done already"]
@@ -209,7 +214,7 @@ def test_a_gpu_that_nothing_ran_on_has_no_price(checkout: Path) -> None:
 
 def test_a_budget_says_what_runs_in_which_order_and_what_does_not(checkout: Path) -> None:
     def lines(hours: float) -> list[str]:
-        return runner.planned(["all"], "cpu", Path("runs"), workers=1, hours=hours)
+        return runner.planned(["all"], "cpu", Path("runs"), workers=1, hours=hours)[:-1]
 
     assert [line.strip() for line in lines(1)[-4:-1]] == [
         "within a budget of 1 hours, what tells most a minute first:",

@@ -238,7 +238,7 @@ def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
         text = "".join(f"{language} sentence number {n}\n" for n in range(1000))
         (tmp_path / "data" / "iwslt14" / f"train.{language}").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    lines = planned(IWSLT, "paper", runs=tmp_path / "runs")
+    lines = planned(IWSLT, "paper", runs=tmp_path / "runs", verbose=True)
     assert "depth-postnorm-dies: L0010 post s0: scheme=post N=10 M=10 adamw lr=0.0005 steps=8000 seed=0" in lines
     claim = CLAIMS["depth-encdec"]
     config = run_config(claim, claim.cells("paper")[0], "r", None)
