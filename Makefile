@@ -88,7 +88,7 @@ test: $(STAMP) ## runs the tests (ARGS= for pytest)
 
 .PHONY: test-multinode
 test-multinode: $(STAMP) ## runs the launchers on real hosts, with faults; root, 13 minutes (ARGS= for pytest)
-	@$(PY) -m pytest -q -m multinode --durations=5 tests/multinode $(value ARGS)
+	@$(PY) -m pytest -q -m multinode -n 2 --dist loadfile --durations=5 tests/multinode $(value ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(STAMP) ## runs the tests that need a GPU (ARGS= for pytest)

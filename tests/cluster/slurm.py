@@ -137,6 +137,9 @@ class Slurm:
         for k in range(GPUS):
             host.must("mknod", f"/run/gpu{k}", "c", "1", "3")  # slurmd asks for a device; it is never opened
         host.must("slurmd", "-N", host.name)
+        running = host.file("/run/slurmd.pid")  # written by the daemon itself, after the last of its forks
+        if not wait_until(lambda: running.exists() and running.read_text().strip(), 10):
+            raise RuntimeError(f"slurmd did not start on {host.name}; its log: {self.cluster.log}")
 
     def _start_munged(self, host: Host) -> None:
         key = self.cluster.folder / "slurm" / "munge.key"

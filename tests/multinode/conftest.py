@@ -1,4 +1,4 @@
-"""Tests on real hosts: `make test-multinode`. They run one at a time, as root, and nowhere else."""
+"""Tests on real hosts: `make test-multinode`. They run as root, two files at a time, and nowhere else."""
 
 from collections.abc import Iterator
 from pathlib import Path
