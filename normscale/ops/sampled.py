@@ -120,12 +120,13 @@ def _read(q: Floats, k: Floats, hidden: NDArray[np.bool_] | None) -> tuple[float
     """
     scores = q @ k.swapaxes(-1, -2)
     if hidden is not None:
-        scores = np.where(hidden, np.float32(-np.inf), scores)
+        scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
     largest = scores.max(-1, keepdims=True)
     sees = largest != -np.inf
     with np.errstate(invalid="ignore", divide="ignore"):
-        below = scores - np.where(sees, largest, np.float32(0))
+        below = np.maximum(scores - np.where(sees, largest, np.float32(0)), np.float32(-1e4))  # whose exp is 0
         weights = np.exp(below)
         total = weights.sum(-1)
-        entropy = np.log(total) - (weights * np.maximum(below, -1e4)).sum(-1) / total  # 0 * -Inf is 0
+        weights *= below
+        entropy = np.log(total) - weights.sum(-1) / total
         return float(largest.max()), float(entropy[sees[..., 0]].mean())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 
+LONG, PIECE = 2**16, 2**18  # entries of a row that threads share, and of a part that they sum in fp32
 LEAST_SQUARE = 1e-30  # of a sum of squares in fp32 that lacks nothing
 LEAST = 1e-12  # of a norm that lacks nothing: entries whose squares fp32 cannot hold are below 1e-19
 
@@ -25,7 +26,11 @@ def lengths(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu":
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
         return norms
-    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
+    if rows.dtype is torch.float32 and rows.shape[1] >= LONG:
+        squares = [sum(float(torch.dot(part, part)) for part in row.split(PIECE)) for row in rows.detach()]
+        norms = torch.tensor(squares, dtype=torch.float64).sqrt()
+    else:
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
     for i in lost(norms):
         norms[i] = torch.linalg.vector_norm(rows[i], dtype=torch.float64)
     return norms

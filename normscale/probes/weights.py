@@ -9,7 +9,7 @@ from torch import Tensor
 from normscale.probes.probe import Array, Hand, Probe, Reading, Subject
 from normscale.probes.segments import SiteSquares
 
-ENTRIES = 2**21  # that are looked at in all: 8 MB of fp32 are kept from the backward pass to the end of the step
+ENTRIES = 2**19  # that are looked at in all: 2 MB of fp32 are kept from the backward pass to the end of the step
 
 
 class WeightUpdates(Probe):

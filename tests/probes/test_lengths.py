@@ -12,7 +12,7 @@ from normscale.models.builder import build
 from normscale.monitor.gradients import Gradients
 from normscale.monitor.outputs import block_statistics
 from normscale.probes.activations import Activations
-from normscale.probes.lengths import length, lengths
+from normscale.probes.lengths import LONG, PIECE, length, lengths
 from normscale.probes.stream_gradients import StreamGradients
 from normscale.tracking.reader import read_run
 from normscale.train.engines.plain import PlainEngine
@@ -34,6 +34,15 @@ def test_norms_of_any_size_are_those_of_fp64(size: float) -> None:
     np.testing.assert_allclose(lengths(rows), exact, rtol=1e-6)
     assert float(length(rows[::2].T)) == pytest.approx(float(exact[::2].square().sum().sqrt()), rel=1e-6)
     assert float(block_statistics(rows[0])[0]) == pytest.approx(float(exact[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e25])
+@pytest.mark.parametrize("count", [LONG, LONG + PIECE + 7])
+def test_norms_of_long_rows_are_too(size: float, count: int) -> None:
+    rows = torch.stack([drawn(size, count), drawn(1.0, count)])
+    np.testing.assert_allclose(lengths(rows), rows.double().norm(dim=1), rtol=1e-6)
+    rows[0, -1], rows[1, 0] = math.nan, math.inf
+    assert [math.isnan(lengths(rows)[0]), float(lengths(rows)[1])] == [True, math.inf]
 
 
 def test_what_has_no_size() -> None:
