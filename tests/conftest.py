@@ -1,9 +1,10 @@
-"""What every test runs under: one thread, no hub, no telemetry, no network but this machine."""
+"""What every test runs under: one thread, no hub, no telemetry, no network but this machine, signals as usual."""
 
 import atexit
 import ipaddress
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ for _name in [name for name in os.environ if name.startswith(("ACCELERATE_", "NO
 # Caches of data sets, and a user's own defaults of Accelerate, stay out of the tests.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="normscale-tests-hf-")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+
+# Under nohup, and in the background of a script, these are ignored, by child processes too; tests send them.
+for _number, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 import pytest  # noqa: E402
 
