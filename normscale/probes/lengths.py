@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from normscale.ops.statistics import PIECE
+
 Array = NDArray[np.float64]
 
-LONG, PIECE = 2**16, 2**18  # entries of a row that threads share, and of a part that they sum in fp32
+LONG = 2**16  # entries of a row that is read by threads, in pieces that they sum in fp32
 LEAST_SQUARE = 1e-30  # of a sum of squares in fp32 that lacks nothing
 LEAST = 1e-12  # of a norm that lacks nothing: entries whose squares fp32 cannot hold are below 1e-19
 

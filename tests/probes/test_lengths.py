@@ -11,8 +11,9 @@ from normscale.config.schema import RunConfig
 from normscale.models.builder import build
 from normscale.monitor.gradients import Gradients
 from normscale.monitor.outputs import block_statistics
+from normscale.ops.statistics import PIECE
 from normscale.probes.activations import Activations
-from normscale.probes.lengths import LONG, PIECE, length, lengths
+from normscale.probes.lengths import LONG, length, lengths
 from normscale.probes.stream_gradients import StreamGradients
 from normscale.tracking.reader import read_run
 from normscale.train.engines.plain import PlainEngine
