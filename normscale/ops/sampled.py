@@ -118,15 +118,15 @@ def _read(q: Floats, k: Floats, hidden: NDArray[np.bool_] | None) -> tuple[float
 
     Shape: q [n, H, m, K], with the factor; k [n, H, S, K]; hidden broadcasts to [n, H, m, S].
     """
-    scores = q @ k.swapaxes(-1, -2)
-    if hidden is not None:
-        scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
-    largest = scores.max(-1, keepdims=True)
-    sees = largest != -np.inf
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # what is not finite comes out as it is
+        scores = q @ k.swapaxes(-1, -2)
+        if hidden is not None:
+            scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
+        largest = scores.max(-1, keepdims=True)
+        sees = largest != -np.inf
         below = np.maximum(scores - np.where(sees, largest, np.float32(0)), np.float32(-1e4))  # whose exp is 0
         weights = np.exp(below)
         total = weights.sum(-1)
         weights *= below
         entropy = np.log(total) - weights.sum(-1) / total
-        return float(largest.max()), float(entropy[sees[..., 0]].mean())
+        return float(largest.max()), float(entropy[sees[..., 0]].sum() / sees.sum())

@@ -101,6 +101,16 @@ def test_large_logits_have_an_entropy_too() -> None:
     assert attention_row(q, 1e36 * k, at)[0] == math.inf
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_finite_shows_without_a_warning() -> None:
+    q, k, at = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8), places(1, 4, CPU)
+    for bad in (math.nan, math.inf, 1e38):
+        assert not math.isfinite(attention_row(q.masked_fill(q > 0, bad), 10 * k, at)[0])
+    nothing = torch.zeros(1, 1, 1, 4, dtype=torch.bool)
+    largest, entropy = attention_row(q, k, at, keep_B11S=nothing).tolist()
+    assert (largest, math.isnan(entropy)) == (-math.inf, True)
+
+
 def test_autocast_does_not_round_what_is_measured() -> None:
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
     at = places(1, 4, CPU)
