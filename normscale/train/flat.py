@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from normscale.ops.statistics import LARGEST
 from normscale.probes.lengths import lengths
 
 ALIGN = 16  # fp32 numbers: every parameter starts on a 64-byte border
@@ -102,10 +103,13 @@ class FlatParameters:
             assert p.data_ptr() == self.values[start:].data_ptr(), name
             assert p.grad.data_ptr() == self.grads[start:].data_ptr(), name
 
-    def grad_norm(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the L2 norm of the whole gradient, a 0-d tensor, summed in `dtype` at least."""
-        norm: Tensor = torch.linalg.vector_norm(self.grads, dtype=torch.promote_types(self.grads.dtype, dtype))
-        return norm
+    def grad_norm(self) -> Tensor:
+        """Returns the L2 norm of the whole gradient, a 0-d fp64 tensor.
+
+        It is infinite where fp32 does not hold its square: nor would it hold Adam's mean of squares.
+        """
+        norm = lengths(self.grads[None])[0]
+        return norm.masked_fill(norm.square() > LARGEST, torch.inf)
 
     def finite(self) -> bool:
         """Returns whether every entry of the gradient is finite (for an event: the host waits)."""

@@ -55,6 +55,13 @@ def test_what_has_no_size() -> None:
     assert lengths(torch.empty(2, 0)).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_millions_of_entries_are_those_of_fp64(dtype: torch.dtype) -> None:
+    x = drawn(1e-3, 5_000_000).to(dtype)  # one sum in fp32 is off by 1e-4
+    exact = pytest.approx(float(x.double().norm()), rel=1e-5)
+    assert [float(lengths(x[None])[0]), float(length(x.view(1000, -1)))] == [exact, exact]
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-24])
 def test_the_gradient_norms_of_a_step_whose_squares_vanish(size: float) -> None:
     config = RunConfig(model=MODEL)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from normscale.config.precision import PrecisionConfig
 from normscale.errors import LaunchError
 from normscale.models.stack import Transformer
-from normscale.probes.lengths import LEAST
 from normscale.train.engines.plain import PlainEngine
 from normscale.train.engines.precision import DTYPES
 from normscale.train.engines.ranks import join, own_device
@@ -82,10 +81,7 @@ class FSDP2Engine(PlainEngine):
         cast(FSDPModule, self.inner).reset_iter_state()
 
     def loss_and_norm(self, total: Tensor, count: int) -> tuple[float, float]:
-        own = self.flat.grad_norm().double().square()
-        loss, square = self.sum(torch.stack([total.double(), own])).tolist()
-        if square < LEAST**2:
-            square = float(self.sum(self.flat.grad_norm(torch.float64).square()))
+        loss, square = self.sum(torch.stack([total.double(), self.flat.grad_norm().square()])).tolist()
         return loss / count, math.sqrt(square)
 
     def finite(self) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from normscale.config.precision import PrecisionConfig
 from normscale.config.schema import OptimConfig
 from normscale.models.stack import Transformer
-from normscale.probes.lengths import LEAST
 from normscale.probes.probe import Parameters
 from normscale.train.engines.engine import Engine
 from normscale.train.flat import Fault, FlatParameters
@@ -45,8 +44,8 @@ class PlainEngine(Engine):
         self.flat.grads.mul_(factor)
 
     def loss_and_norm(self, total: Tensor, count: int) -> tuple[float, float]:
-        loss, norm = torch.stack([self.sum(total) / count, self.flat.grad_norm()]).tolist()
-        return loss, float(self.flat.grad_norm(torch.float64)) if norm < LEAST else norm
+        loss, norm = torch.stack([(self.sum(total) / count).double(), self.flat.grad_norm()]).tolist()
+        return loss, norm
 
     def finite(self) -> bool:
         return self.flat.finite()
