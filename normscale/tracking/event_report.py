@@ -31,7 +31,7 @@ _TOLD = frozenset(
     ("kind", "t", "attempt", "event", "step", "culprit", "run_up", "parameters", "parameters_bad", *_SHOWN)
 )
 RUN_UP = "Run-up"  # the title of the table of the steps before
-MINOR = ("class", "shown by", "kind", "order", "rank", "host", "device", "found by", "fault", "note", "micro-batch")
+MINOR = ("class", "shown by", "kind", "order", "found by", "fault", "note", "micro-batch")
 """Facts that the headline says already, or that say how it was found: they come last."""
 _OTHERS = 20  # other events that a report lists
 
@@ -65,7 +65,7 @@ class EventReport:
             *first,
             Table("What is known of it", main, head),
             *rest,
-            *([Table("Where and how it was found", minor, head)] if minor else []),
+            *([Table("How it was found", minor, head)] if minor else []),
         ]
 
 

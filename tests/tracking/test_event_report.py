@@ -130,7 +130,7 @@ def test_the_report_of_a_bad_value_tells_all_that_is_known(tmp_path: Path) -> No
     titles = [part.title for part in report.parts]
     assert titles[0].startswith("Run-up")
     assert titles[1] == "What is known of it"
-    assert titles[-1] == "Where and how it was found"
+    assert titles[-1] == "How it was found"
     assert [key for key, _ in report.parts[1].rows][:3] == ["step", "place", "pass"]
     assert {fact for part in (report.parts[1], report.parts[-1]) for fact in part.rows} == set(report.facts)
     clean = dict(report_of(record, record.events[0] | {"culprit": CULPRIT | {"reproduced": False}}).facts)
