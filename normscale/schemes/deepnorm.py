@@ -6,7 +6,7 @@ from typing import Literal
 from normscale.config.values import Section
 from normscale.schemes.post import PostNorm
 from normscale.schemes.registry import register
-from normscale.schemes.scheme import Depth, Role, Site
+from normscale.schemes.scheme import SCALED, Depth, Role, Site
 
 Constants = Literal["paper", "torchscale", "mixln", "keel", "article"]
 
@@ -57,7 +57,7 @@ class DeepNorm(PostNorm):
         return self._beta(depth, site) if self.options.use != "alpha" else 1.0
 
     def gain(self, depth: Depth, site: Site | None, role: Role) -> float:
-        return self.beta(depth, site) if site is not None and role.part in ("v", "o", "in", "out") else 1.0
+        return self.beta(depth, site) if site is not None and role.part in SCALED else 1.0
 
     def _alpha(self, depth: Depth, site: Site) -> float:
         if self.options.constants == "mixln":

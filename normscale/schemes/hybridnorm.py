@@ -89,7 +89,3 @@ class HybridNorm(Scheme):
         if own.has("alpha"):
             return (own.module("norm").residual(streams[0], out, own.tensor("alpha")),)
         return (streams[0] + out,)
-
-    def exit(self, streams: Streams, ends: Own) -> Tensor:
-        x: Tensor = ends.module("norm")(streams[0])
-        return x

@@ -30,7 +30,3 @@ class ReorderedNorm(Scheme):
 
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
         return (streams[0] + own.module("norm")(out),)
-
-    def exit(self, streams: Streams, ends: Own) -> Tensor:
-        x: Tensor = ends.module("norm")(streams[0]) if ends.has("norm") else streams[0]
-        return x
