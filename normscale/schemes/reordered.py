@@ -12,10 +12,12 @@ class ReorderedNorm(Scheme):
     """x' = x + Norm(F(x)), and one norm at the end of the stack unless `final_norm` is false; OLMo 2 is built so.
 
     The branch sees the stream as it is: what keeps attention in bounds there is `model.qk_norm=full`. Its authors have
-    a decoder alone; in an encoder, and in a decoder beside one, the rule is the same at every site.
+    a decoder alone, and no other form is built.
 
     Reference: OLMo 2, arXiv:2501.00656, section 2.1.
     """
+
+    topologies = frozenset(("decoder",))
 
     class Options(Section):
         final_norm: Flag = True  # false: the stream leaves as the last site has left it

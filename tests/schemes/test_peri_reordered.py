@@ -1,4 +1,4 @@
-"""Peri- and reordered norm against formulas written out here, in all three topologies."""
+"""Peri- and reordered norm against formulas written out here, in every topology that they have."""
 
 from typing import Any
 
@@ -29,8 +29,7 @@ def stack(scheme: str, x: Tensor, sublayers: list[Any], ends: Any, context: Cont
     return norm(x, ends.norm)
 
 
-@pytest.mark.parametrize(("N", "M"), [(3, 0), (0, 3), (2, 3)])
-@pytest.mark.parametrize("scheme", ["peri", "reordered"])
+@pytest.mark.parametrize(("scheme", "N", "M"), [("peri", 3, 0), ("peri", 0, 3), ("peri", 2, 3), ("reordered", 0, 3)])
 def test_the_stack_equals_its_formula(scheme: str, N: int, M: int) -> None:
     size = {"d": 16, "heads": 2, "context": 8, "positions": "sinusoidal"}
     config = ModelConfig(**size, N=N, M=M, scheme=scheme, norm="rmsnorm", norm_options={"zero_centred": True})
