@@ -1,8 +1,10 @@
 """Reordered norm: the norm comes after the branch, before the sum."""
 
+from typing import Annotated
+
 from torch import Tensor
 
-from normscale.config.values import Flag, Section
+from normscale.config.values import Flag, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
@@ -20,7 +22,10 @@ class ReorderedNorm(Scheme):
     topologies = frozenset(("decoder",))
 
     class Options(Section):
-        final_norm: Flag = True  # false: the stream leaves as the last site has left it
+        final_norm: Annotated[
+            Flag,
+            says("false: the stream leaves as the last site has left it", "arXiv:2501.00656 (with the norm)"),
+        ] = True
 
     options: Options
 
