@@ -20,7 +20,10 @@ EPILOG = (
     "exit codes: 0 well, 1 failed, 2 bad input, 3 stopped on non-finite values, 130 interrupted (Ctrl-C),"
     " 143 stopped by SIGTERM (with checkpoints: after one, to be started again)"
 )
-CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
+CONFIG_HELP = (
+    "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
+    " (normscale explain says what each key is)"
+)
 COMMANDS = (
     "train",
     "check",
