@@ -11,6 +11,7 @@ from pathlib import Path
 
 from normscale.arguments import Parser, Stopped, number, refuse_unknown, run_command, say_error, whole
 from normscale.commands import claims as claim_commands
+from normscale.commands import explain as explain_command
 from normscale.commands import look, stores, training
 from normscale.commands.common import DEFAULT_RUNS, DEFAULT_URI, rank
 from normscale.errors import BadInput, NormscaleError
@@ -19,8 +20,25 @@ EPILOG = (
     "exit codes: 0 well, 1 failed, 2 bad input, 3 stopped on non-finite values, 130 interrupted (Ctrl-C),"
     " 143 stopped by SIGTERM (with checkpoints: after one, to be started again)"
 )
-CONFIG_HELP = "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
-COMMANDS = ("train", "check", "plan", "show", "diff", "removal", "translate", "fold", "claim", "sync", "ui", "server")
+CONFIG_HELP = (
+    "a YAML file, then any number of key=value, as in: configs/train/quick.yaml model.M=48 train.steps=100"
+    " (normscale explain says what each key is)"
+)
+COMMANDS = (
+    "train",
+    "check",
+    "explain",
+    "plan",
+    "show",
+    "diff",
+    "removal",
+    "translate",
+    "fold",
+    "claim",
+    "sync",
+    "ui",
+    "server",
+)
 CLAIM_COMMANDS = ("list", "run", "report", "schemes")
 
 
@@ -82,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)
     check.add_argument("--yaml", action="store_true", help="also print the whole configuration, as YAML")
     check.set_defaults(call=look.check)
+
+    explain = commands.add_parser("explain", help="say what a scheme, a norm or a key is", allow_abbrev=False)
+    what = "as deepnorm, rmsnorm, model.qk_norm or model; without one, all are listed"
+    explain.add_argument("word", nargs="?", metavar="SCHEME|NORM|KEY", help=what)
+    explain.set_defaults(call=explain_command.explain)
 
     plan = commands.add_parser("plan", help="say what a run would take, before it is paid for", allow_abbrev=False)
     plan.add_argument("words", nargs="*", metavar="CONFIG [key=value]", help=CONFIG_HELP)

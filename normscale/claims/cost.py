@@ -33,7 +33,7 @@ SLOWER = {"bf16": 2.2, "fp16": 1.9, "fp8_e4m3": 2.4, "fp8_e5m2": 2.4}
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What one training step does: sublayers run (again for each micro-batch), values that pass one, FLOPs."""
 
     sublayers: int
@@ -41,7 +41,7 @@ class Work:
     flops: int
 
 
-def work_of(config: RunConfig) -> Work:
+def work_of(config: RunConfig) -> StepWork:
     """Returns the work of one step of a run, with the sequences as long as its context."""
     from normscale.train.flops import flops_per_step, lengths_of  # it imports torch
 
@@ -49,7 +49,7 @@ def work_of(config: RunConfig) -> Work:
     both = config.topology == "encoder-decoder"
     encoder, decoder = 2 * model.N, (3 if both else 2) * model.M
     positions = encoder * (lengths.source if both else lengths.target) + decoder * lengths.target
-    return Work(
+    return StepWork(
         sublayers=(encoder + decoder) * config.train.accumulate,
         values=positions * model.d * config.train.batch,
         flops=flops_per_step(model, config.data.expected_vocab, config.train.batch),

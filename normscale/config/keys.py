@@ -26,12 +26,16 @@ _ALIASES = {
 
 
 class Key(NamedTuple):
-    """One dotted key: the text of its type ("a whole number >= 1 or null"), its default and its one-line help."""
+    """One dotted key: the text of its type ("a whole number >= 1 or null"), its default, its one-line help, its source.
+
+    The source is the paper or code that the idea is from, with equation or section; "" where there is none to name.
+    """
 
     key: str
     type: str
     default: Any
     help: str
+    source: str = ""
 
 
 class _Field(NamedTuple):
@@ -59,8 +63,18 @@ def _fields() -> dict[str, _Field | None]:
 
 def describe() -> list[Key]:
     """Returns every key that can be set, in the order of the schema."""
-    leaves = [(key, field) for key, field in _fields().items() if field]
-    return [Key(key, _type(field.schema), field.default, field.schema.get("description", "")) for key, field in leaves]
+    return [_key(key, field) for key, field in _fields().items() if field]
+
+
+def options_of(section: type[Section]) -> list[Key]:
+    """Returns what a section without sections holds, in its order: the own options of a scheme or of a norm."""
+    schemas = section.model_json_schema().get("properties", {})
+    return [_key(name, _Field(schemas[name], field.default)) for name, field in section.model_fields.items()]
+
+
+def _key(key: str, field: _Field) -> Key:
+    schema = field.schema
+    return Key(key, _type(schema), field.default, schema.get("description", ""), schema.get("source", ""))
 
 
 def is_key(key: str) -> bool:

@@ -72,17 +72,49 @@ class ModelConfig(Section):
         Options,
         says("another norm at encoder or decoder, at attention or ffn, on q and k (qk): a name, or norm and options"),
     ] = {}
-    eps: Annotated[NonNegative, says("epsilon of every norm, inside the root unless norm_options say otherwise")] = 1e-5
+    eps: Annotated[
+        NonNegative,
+        says(
+            "epsilon of every norm, inside the root unless norm_options say otherwise",
+            "inside: arXiv:1607.06450; outside: the code of arXiv:1910.07467",
+        ),
+    ] = 1e-5
     positions: Annotated[Literal["rope", "learned", "sinusoidal"], says("how positions enter")] = "rope"
     segments: Annotated[CountOrZero, says("segment (token type) vectors, as in BERT; 0: none")] = 0
-    embedding_norm: Annotated[Flag, says("a norm after the embedding, as in BERT")] = False
+    embedding_norm: Annotated[
+        Flag, says("a norm after the embedding", "BERT, arXiv:1810.04805; optional in Peri-LN, arXiv:2502.02732")
+    ] = False
     qk_norm: Annotated[
-        Literal["none", "head", "full", "l2"], says("a norm on q and k: per head, full width, or to unit length")
+        Literal["none", "head", "full", "l2"],
+        says(
+            "a norm on q and k: per head, full width, or to unit length",
+            "arXiv:2309.14322 (head); OLMo 2, arXiv:2501.00656, section 2.1 (full); arXiv:2010.04245, section 3 (l2)",
+        ),
     ] = "none"
-    qk_scale: Annotated[Positive, says("qk_norm=l2 only: what the cosine of q and k is multiplied by")] = 10.0
-    qk_scale_trained: Annotated[Flag, says("qk_norm=l2 only: train that number, one an attention")] = False
-    attention_scale: Annotated[Flag, says("divide scores by the root of the head width")] = True
-    kv_latent: Annotated[Count | None, says("width of a normed latent that k and v are made from; null: none")] = None
+    qk_scale: Annotated[
+        Positive,
+        says(
+            "qk_norm=l2 only: what the cosine of q and k is multiplied by",
+            "arXiv:2010.04245, section 3; 10 in x-transformers",
+        ),
+    ] = 10.0
+    qk_scale_trained: Annotated[
+        Flag, says("qk_norm=l2 only: train that number, one an attention", "arXiv:2010.04245, section 3 (true)")
+    ] = False
+    attention_scale: Annotated[
+        Flag,
+        says(
+            "divide scores by the root of the head width",
+            "arXiv:1706.03762, Eq. 1; left out in T5, arXiv:1910.10683",
+        ),
+    ] = True
+    kv_latent: Annotated[
+        Count | None,
+        says(
+            "width of a normed latent that k and v are made from; null: none",
+            "DeepSeek-V2, arXiv:2405.04434, Eq. 9 and section 3.1.2",
+        ),
+    ] = None
     activation: Annotated[
         Literal["gelu", "relu", "swiglu", "geglu"], says("the feed-forward activation; the last two are gated")
     ] = "gelu"
@@ -91,14 +123,30 @@ class ModelConfig(Section):
     dropout: Annotated[Share, says("share of each branch's output dropped in training")] = 0.0
     init: Annotated[
         Literal["xavier_normal", "xavier_uniform", "normal", "fan_in"],
-        says("weight init; fan_in: normal with deviation 1/sqrt(fan-in)"),
+        says(
+            "weight init; fan_in: normal with deviation 1/sqrt(fan-in)",
+            "Glorot and Bengio 2010, Eq. 16 (xavier_uniform); arXiv:2203.00555, Figure 2 (xavier_normal);"
+            " arXiv:2309.14322 (fan_in)",
+        ),
     ] = "xavier_normal"
-    init_std: Annotated[Positive, says("deviation of matrices inside blocks, with init=normal only")] = 0.02
-    init_truncated: Annotated[Flag, says("init=normal or fan_in only: nothing beyond three deviations")] = False
+    init_std: Annotated[
+        Positive,
+        says(
+            "deviation of matrices inside blocks, with init=normal only",
+            "0.02 in GPT-2, Megatron-LM and OLMo 2, arXiv:2501.00656",
+        ),
+    ] = 0.02
+    init_truncated: Annotated[
+        Flag,
+        says("init=normal or fan_in only: nothing beyond three deviations", "arXiv:2309.14322; three in OLMo-core"),
+    ] = False
     init_scaled: Annotated[
         Literal["none", "all", "depth"],
         BeforeValidator(_scaled_by),
-        says("output projections drawn smaller: all by sqrt(sublayers), depth by sqrt(2 (block + 1))"),
+        says(
+            "output projections drawn smaller: all by sqrt(sublayers), depth by sqrt(2 (block + 1))",
+            "GPT-2, Radford et al. 2019, section 2.3 (all); llama_depth of OLMo-core, torchtitan (depth)",
+        ),
     ] = "none"
     checkpointing: Annotated[Flag, says("recompute blocks in the backward pass")] = False
     compile: Annotated[Flag, says("compile blocks, one graph per block structure")] = False

@@ -10,9 +10,9 @@ LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 OPTION_DEPTH = 16  # levels of nesting in scheme_options and norm_options; far more than any scheme needs
 
 
-def says(text: str) -> Any:
-    """Returns the one-line help of a field."""
-    return Field(description=text)
+def says(text: str, source: str = "") -> Any:
+    """Returns the one-line help of a field and, for an idea of somebody's, where it is from: `normscale explain`."""
+    return Field(description=text, json_schema_extra={"source": source} if source else None)
 
 
 def conflict(said: str, *keys: str) -> PydanticCustomError:

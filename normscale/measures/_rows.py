@@ -36,6 +36,6 @@ def size(x: Tensor) -> Tensor:
     return lengths
 
 
-def apart(x: Tensor, truth: Tensor) -> float:
-    """Returns how far rows are from what they should be, as the root of the mean square, over that of the truth."""
+def relative_error(x: Tensor, truth: Tensor) -> float:
+    """Returns the root mean square error of rows over the root mean square of what they should be."""
     return float((x.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt())

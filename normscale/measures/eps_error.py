@@ -4,8 +4,8 @@ from typing import Literal
 
 import torch
 
-from normscale.measures._rows import apart, rows
-from normscale.measures.half_norm import _rounded
+from normscale.measures._half import rounded
+from normscale.measures._rows import relative_error, rows
 
 ROWS, WIDTH = 64, 1024
 
@@ -23,6 +23,6 @@ def measure(seed: int, eps: float, place: Place, scale: float = 1.0) -> dict[str
     truth = x / root
     y = x / (root.square() + eps).sqrt() if place == "inside" else x / (root + eps)
     zeros = torch.zeros(ROWS, WIDTH, dtype=torch.float16)
-    half = _rounded("rmsnorm", zeros, eps) if place == "inside" else zeros / torch.tensor(eps, dtype=torch.float16)
+    half = rounded("rmsnorm", zeros, eps) if place == "inside" else zeros / torch.tensor(eps, dtype=torch.float16)
     bad = ~torch.isfinite(half).all(-1)
-    return {"error": apart(y, truth), "bad_rows": float(bad.double().mean())}
+    return {"error": relative_error(y, truth), "bad_rows": float(bad.double().mean())}

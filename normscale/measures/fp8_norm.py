@@ -9,7 +9,7 @@ from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches
 from normscale.data.task import load_task
-from normscale.measures._rows import NormName, apart, normed, rows
+from normscale.measures._rows import NormName, normed, relative_error, rows
 from normscale.models.builder import build
 from normscale.norms import Norm
 
@@ -45,7 +45,9 @@ def measure(
         taken = [x.double() for x in _taken(seed, norm, scheme, blocks)]
         coarse = [_round(x, format) for x in taken]
         return {
-            "error": max(apart(normed(norm, y, eps), normed(norm, x, eps)) for x, y in zip(taken, coarse, strict=True)),
+            "error": max(
+                relative_error(normed(norm, y, eps), normed(norm, x, eps)) for x, y in zip(taken, coarse, strict=True)
+            ),
             "flushed": max(float((y == 0).double().mean()) for y in coarse),
         }
     x, odd = rows(seed, ROWS, WIDTH), seed % WIDTH
@@ -56,7 +58,7 @@ def measure(
     counted[odd] = not outlier
 
     def error(y: Tensor) -> float:
-        return apart(y[:, counted], truth[:, counted])
+        return relative_error(y[:, counted], truth[:, counted])
 
     if where == "output":
         y = _round(truth, format)

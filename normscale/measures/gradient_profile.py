@@ -10,6 +10,7 @@ from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches
 from normscale.data.task import load_task
+from normscale.measures._modules import without
 from normscale.models.builder import build
 from normscale.norms import Norm
 
@@ -24,8 +25,7 @@ def measure(seed: int, scheme: str, norms: bool, blocks: int, init: Init = "xavi
 
     - `range`: log10 of the largest over the smallest gradient norm of a block's weights (norms' own left out);
     - `growth`: log10 of the largest factor by which that norm grows over 10 blocks on the way down, 38 where one of
-      them is not finite;
-    - `decades_down`: log10 of the first block's over the last block's, the same.
+      them is not finite.
     """
     model_settings = {"model.scheme": scheme, "model.M": blocks, "model.init": init, "model.positions": "learned"}
     config = revise(RunConfig(), {**model_settings, "train.batch": BATCH, "seed": seed})
@@ -33,30 +33,21 @@ def measure(seed: int, scheme: str, norms: bool, blocks: int, init: Init = "xavi
     model = build(config.model, task.vocab, seed)
     own = {id(p) for module in model.modules() if isinstance(module, Norm) for p in module.parameters()}
     if not norms:
-        _without_norms(model)
+        without(model, Norm)
     batch = Batches(task.train, batch=BATCH, seed=seed).window(0)[0]
     logits = model(batch.tokens_BT, **batch.beside)
     nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten()).backward()  # type: ignore[no-untyped-call]
     sizes = [_size([p for p in block.parameters() if id(p) not in own]) for block in model.blocks]
     if not all(map(math.isfinite, sizes)):
-        return {"range": ENDLESS, "growth": ENDLESS, "decades_down": ENDLESS}
+        return {"range": ENDLESS, "growth": ENDLESS}
     logs = [math.log10(max(size, 10**-ENDLESS)) for size in sizes]  # what has vanished did not explode
     pairs = zip(logs, logs[SPAN:], strict=False)
     return {
         "range": max(logs) - min(logs),
-        "growth": max((deep_from_top - above for deep_from_top, above in pairs), default=0.0),
-        "decades_down": logs[0] - logs[-1],
+        "growth": max((lower - upper for lower, upper in pairs), default=0.0),
     }
 
 
 def _size(parameters: list[nn.Parameter]) -> float:
     grads = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
     return float(torch.stack(grads).sum().sqrt())
-
-
-def _without_norms(model: nn.Module) -> None:
-    """Puts the identity where norms were."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, Norm):
-                module._modules[name] = nn.Identity()

@@ -3,9 +3,9 @@
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from normscale.measures._rows import NormName, apart, normed, rows
+from normscale.measures._half import rounded
+from normscale.measures._rows import NormName, normed, relative_error, rows
 
 ROWS, WIDTH = 256, 1024
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -30,26 +30,7 @@ def measure(
     """
     x = (scale * (mean + rows(seed, ROWS, WIDTH))).to(DTYPES[inputs])
     truth = normed(norm, x.double(), eps)
-    y = _rounded(norm, x.to(DTYPES[statistics]), eps).double()
+    y = rounded(norm, x.to(DTYPES[statistics]), eps).double()
     good = torch.isfinite(y).all(-1)
     y = torch.where(good[:, None], y, 0.0)
-    return {"error": min(1.0, apart(y, truth)), "bad_rows": 1 - float(good.double().mean())}
-
-
-def _rounded(norm: NormName, x: Tensor, eps: float) -> Tensor:
-    """Returns the norm with every intermediate result in the dtype of `x`.
-
-    Shape: x [rows, width]; result the same.
-    """
-    if norm == "layernorm":
-        x = x - _mean(x)
-    # A tensor in `dtype`: epsilon itself is rounded to it.
-    return x * torch.rsqrt(_mean(x * x) + torch.tensor(eps, dtype=x.dtype))
-
-
-def _mean(x: Tensor) -> Tensor:
-    """Returns the mean of each row by halving it again and again; each sum is rounded to the dtype of `x`."""
-    width = x.shape[-1]
-    while x.shape[-1] > 1:
-        x = x[..., ::2] + x[..., 1::2]
-    return x / width
+    return {"error": min(1.0, relative_error(y, truth)), "bad_rows": 1 - float(good.double().mean())}

@@ -15,9 +15,9 @@ Form = Literal["layernorm", "rmsnorm", "unit", "centred"]
 def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, float]:
     """Returns, over random rows x and y of unit variance in fp64:
 
-    - `length`: mean of |Norm(x)| / sqrt(width); `length_spread`: the standard deviation of |Norm(x)|, in means;
+    - `length_spread`: the standard deviation of |Norm(x)|, in means;
     - `unit_distance`: mean of | |Norm(x)| - 1 |, from the unit sphere;
-    - `small_length`: the length for x of size sqrt(eps), where eps and the variance are equal;
+    - `small_length`: mean of |Norm(x)| / sqrt(width) for x of size sqrt(eps), where eps and the variance are equal;
     - `additivity`: |Norm(x + y) - Norm(x) - Norm(y)| / |Norm(x + y)|, 0 for a linear map;
     - `collapse`: |Norm(x) - Norm(3 x)| / |Norm(x)|, 0 where distinct inputs have one output, so that no map leads back.
     """
@@ -33,7 +33,6 @@ def measure(seed: int, norm: Form, width: int, eps: float = 1e-5) -> dict[str, f
 
     length = size(of(x))
     return {
-        "length": float(length.mean() / width**0.5),
         "length_spread": float(length.std() / length.mean()),
         "unit_distance": float((length - 1).abs().mean()),
         "small_length": float(size(of(x * eps**0.5)).mean() / width**0.5),

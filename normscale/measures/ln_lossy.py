@@ -1,4 +1,4 @@
-"""How well the mean, and the size, of a row can be told from its normalised form."""
+"""How well the mean of a row can be told from its normalised form."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ def measure(
     """Returns R^2 on held-out rows of the best linear prediction of the row's mean, and of its mean over its RMS.
 
     Rows are normal, of unit variance about a mean that is itself normal with deviation 1, and scaled by a factor from
-    1/2 to 2 that is even in the logarithm. `size` is R^2 of the logarithm of that factor, by the same linear map.
+    1/2 to 2 that is even in the logarithm.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     mean = torch.randn(2 * ROWS, 1, generator=generator, dtype=torch.float64)
@@ -24,7 +24,7 @@ def measure(
     x = scale * (mean + rows(seed, 2 * ROWS, width))
     y = x if norm == "none" else normed(norm, x, eps)
     own = x.mean(-1)
-    targets = {"mean": own, "mean_share": own / x.square().mean(-1).sqrt(), "size": scale[:, 0].log()}
+    targets = {"mean": own, "mean_share": own / x.square().mean(-1).sqrt()}
     return {name: _explained(y, target) for name, target in targets.items()}
 
 

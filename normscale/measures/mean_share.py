@@ -5,9 +5,8 @@ import tempfile
 import numpy as np
 import torch
 
-from normscale.config.load import revise
-from normscale.config.schema import RunConfig
 from normscale.data.batches import held_out_batches, unigram_of
+from normscale.measures._trained import config_of, loss_of
 from normscale.norms import Norm
 from normscale.train.run import run
 from normscale.train.trained import trained
@@ -22,11 +21,8 @@ def measure(seed: int, scheme: str, blocks: int = 6, steps: int = 300) -> dict[s
     over all, `share_largest` of the norm that has most. 1 / width is that of rows of independent numbers. `learned` is
     by how much the loss is below the unigram entropy.
     """
-    settings = {"model.scheme": scheme, "model.norm": "layernorm", "model.M": blocks, "seed": seed}
-    train = {"train.steps": steps, "train.optim.lr": 1e-3, "train.schedule.warmup_steps": steps // 10}
     with tempfile.TemporaryDirectory() as folder:
-        places = {"checkpoint.every": steps, "tracking.runs": folder, "tracking.uri": None}
-        config = revise(RunConfig(), {**settings, **train, **places})
+        config = config_of(seed, steps, folder, scheme=scheme, norm="layernorm", M=blocks)
         found = trained(run(config).run_dir)
     model, held_out = found.engine.inner.cpu().float(), held_out_batches(found.task, config.train.batch, BATCHES)
     shares: dict[torch.nn.Module, list[torch.Tensor]] = {m: [] for m in model.modules() if isinstance(m, Norm)}
@@ -36,12 +32,7 @@ def measure(seed: int, scheme: str, blocks: int = 6, steps: int = 300) -> dict[s
         shares[norm].append(x.mean(-1).square() / x.square().mean(-1).clamp_min(1e-300))
 
     hooks = [norm.register_forward_pre_hook(look) for norm in shares]
-    losses, targets = 0.0, 0
-    with torch.no_grad():
-        for batch in held_out:
-            logits = model(**batch.inputs).flatten(0, 1)
-            losses += float(torch.nn.functional.cross_entropy(logits, batch.targets_BT.flatten(), reduction="sum"))
-            targets += batch.n_targets
+    loss = loss_of(model, held_out)
     for hook in hooks:
         hook.remove()
     by_layer = np.array([float(torch.cat(parts).mean()) for parts in shares.values() if parts])
@@ -50,5 +41,5 @@ def measure(seed: int, scheme: str, blocks: int = 6, steps: int = 300) -> dict[s
         "share_last": float(by_layer[-1]),
         "share_mean": float(by_layer.mean()),
         "share_largest": float(by_layer.max()),
-        "learned": unigram_of(found.task, held_out) - losses / targets,
+        "learned": unigram_of(found.task, held_out) - loss,
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
+from normscale.measures._modules import without
 from normscale.measures._rows import rows
 from normscale.models.builder import build
 from normscale.norms import Norm, set_backend
@@ -89,10 +90,7 @@ def _steps(seed: int, mode: Mode, width: int, tokens: int) -> dict[str, Callable
         settings |= {"model.context": context, "model.backend": "triton" if mode == "triton" else "eager"}
         model = build(revise(RunConfig(), settings).model, VOCAB, seed).to(own_device())
         if name == "none":
-            for module in list(model.modules()):
-                for child_name, child in module.named_children():
-                    if isinstance(child, Norm):
-                        module._modules[child_name] = torch.nn.Identity()
+            without(model, Norm)
 
         def once() -> None:
             model.zero_grad()

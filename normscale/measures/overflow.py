@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from normscale.measures._rows import apart, rows
-from normscale.measures.half_norm import _rounded
+from normscale.measures._half import rounded
+from normscale.measures._rows import relative_error, rows
 
 ROWS, WIDTH = 64, 1024
 LARGEST = 65504.0  # of fp16
@@ -31,9 +31,9 @@ def measure(seed: int, form: Form, eps: float = 1e-5) -> dict[str, float]:
         if float(given.abs().max()) > LARGEST:
             break
         y, truth = _of(form, given.half(), eps).double(), _of(form, given.half().double(), eps)
-        if bool(torch.isfinite(y).all()) and apart(y, truth) < 0.05:
+        if bool(torch.isfinite(y).all()) and relative_error(y, truth) < 0.05:
             largest = float(power)
-    return {"largest": largest, "scale_error": apart(_of(form, 4 * x, eps), _of(form, x, eps))}
+    return {"largest": largest, "scale_error": relative_error(_of(form, 4 * x, eps), _of(form, x, eps))}
 
 
 def _of(form: Form, x: Tensor, eps: float) -> Tensor:
@@ -42,7 +42,7 @@ def _of(form: Form, x: Tensor, eps: float) -> Tensor:
     Shape: x [rows, width]; result the same.
     """
     if form == "layernorm" or form == "rmsnorm":
-        return _rounded(form, x, eps)
+        return rounded(form, x, eps)
     top = x.abs().amax(-1, keepdim=True)
-    y = _rounded("layernorm", x / top, eps)
+    y = rounded("layernorm", x / top, eps)
     return y * top if form == "article" else y

@@ -1,5 +1,6 @@
 """The life of a measurement: what it is, whether it was done, its numbers in a record beside those of training runs."""
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -16,20 +17,25 @@ import torch
 from pydantic import ValidationError, validate_call
 
 import normscale.measures as package
+from normscale.config.schema import RunConfig
+from normscale.data.task import load_task
 from normscale.errors import BadInput, RunFailed, nearest
+from normscale.measures._sources import sources_of
 from normscale.measures.config import MeasureConfig
 from normscale.tracking.reader import next_attempt, read_run
 from normscale.tracking.record import USER
 from normscale.tracking.spool import SPOOL, SpoolWriter
 from normscale.train.engines.ranks import device_kind
-from normscale.train.identity import environment, sources_hash
+from normscale.train.identity import environment, sources_hash, version
 
 Measure = Callable[..., dict[str, float]]
 NOT_MEASURES = ("config", "run")
+BESIDE = ("fold", "monitor")
+"""Packages that no number of training depends on, and those of a measurement that imports them do."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A measurement that has come to its end."""
 
     run_id: str
@@ -76,24 +82,39 @@ def run_id_of(config: MeasureConfig) -> str:
 
 
 def identity(config: MeasureConfig) -> dict[str, Any]:
-    """Returns all that the numbers depend on, with its hash: arguments, seed, sources, PyTorch, what it runs on."""
-    file = Path(inspect.getfile(find_measure(config.measure)))
-    own = [path.read_bytes() for path in (file, *sorted(file.parent.glob("_[!_]*.py")))]
+    """Returns all that the numbers depend on, with its hash: arguments, seed, sources, PyTorch, what it runs on.
+
+    Beside the sources of training, sources are its own file and what that imports of measurements and of `BESIDE`. A
+    measurement that makes a configuration depends on all defaults of one too, one that reads text on the text, and one
+    of transformers' models on the version of that package.
+    """
+    read = sources_of(Path(inspect.getfile(find_measure(config.measure))))
+    packages = [package for package in BESIDE if read.imports(f"normscale.{package}")]
+    own = [sources_hash(*packages).encode(), *(path.read_bytes() for path in read.files)]
     cuda = device_kind() == "cuda"
     parts = {
         **config.numerical(),
+        "defaults": RunConfig().numerical() if read.imports("normscale.config.schema") else None,
+        "data_digest": _text_digest() if read.imports("normscale.data") else None,
+        "transformers": version("transformers") if read.imports("transformers") else None,
         "device": device_kind(),
         "device_name": torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "sources": hashlib.sha256(b"\0".join([sources_hash("fold").encode(), *own])).hexdigest()[:16],
+        "sources": hashlib.sha256(b"\0".join(own)).hexdigest()[:16],
         "torch": torch.__version__,
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    kept = ("device", "device_name", "threads", "sources", "torch")
-    return {"hash": digest, **{key: parts[key] for key in kept}}
+    kept = ("data_digest", "device", "device_name", "threads", "sources", "torch", "transformers")
+    return {"hash": digest, **{key: parts[key] for key in kept if parts[key] is not None}}
 
 
-def run(config: MeasureConfig, *, on_step: Callable[[int, int, float], None] | None = None) -> Measured:
+@functools.cache
+def _text_digest() -> str:
+    """Returns the digest of the text that a configuration reads where nothing else is said."""
+    return load_task(RunConfig()).digest
+
+
+def run(config: MeasureConfig, *, on_step: Callable[[int, int, float], None] | None = None) -> Measurement:
     """Measures, records the numbers and returns them; a measurement that is there already is only read.
 
     Raises:
@@ -105,7 +126,7 @@ def run(config: MeasureConfig, *, on_step: Callable[[int, int, float], None] | N
     folder = Path(config.runs).absolute() / run_id
     if (folder / SPOOL).exists() and (record := read_run(folder)).finished:
         found = {name.removeprefix(USER): series.values[-1] for name, series in record.series.items()}
-        return Measured(run_id, found)
+        return Measurement(run_id, found)
     with SpoolWriter(folder, next_attempt(folder)) as spool:
         spool.start(
             run_id=run_id,
@@ -127,7 +148,7 @@ def run(config: MeasureConfig, *, on_step: Callable[[int, int, float], None] | N
             raise RunFailed(f"{folder}: the numbers could not be written ({spool.gone}); make room, and start again")
     if on_step is not None:
         on_step(1, 1, 0.0)
-    return Measured(run_id, numbers)
+    return Measurement(run_id, numbers)
 
 
 def _measured(config: MeasureConfig, measure: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -8,17 +8,17 @@ from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches
 from normscale.data.task import load_task
-from normscale.measures._rows import NormName, apart
+from normscale.measures._rows import NormName, relative_error
 from normscale.models.builder import build
 
-CLOSE = 1e-5
+EPS = 1e-5
 BLOCKS, BATCH = 4, 8
 
 Reuse = Literal["recompute", "before", "average"]
 
 
-def measure(seed: int, norm: NormName, reuse: Reuse, scheme: str = "pre") -> dict[str, float]:
-    """Returns, over the inputs of all norms of a small model on text, of one micro-batch after another:
+def measure(seed: int, norm: NormName, reuse: Reuse) -> dict[str, float]:
+    """Returns, over the inputs of all norms of a small Pre-Norm model on text, of one micro-batch after another:
 
     - `output_error`: the root mean square change of the norms' output, over its size, when the mean and the mean
       square of each position are those that this position (sequence and token) had in the micro-batch before
@@ -26,7 +26,7 @@ def measure(seed: int, norm: NormName, reuse: Reuse, scheme: str = "pre") -> dic
       the micro-batch before is this very one: what the way of taking statistics over costs by itself;
     - `scatter`: the standard deviation over positions of the root of the statistics, over its mean.
     """
-    settings = {"model.scheme": scheme, "model.norm": norm, "model.M": BLOCKS, "train.batch": BATCH, "seed": seed}
+    settings = {"model.scheme": "pre", "model.norm": norm, "model.M": BLOCKS, "train.batch": BATCH, "seed": seed}
     config = revise(RunConfig(), settings)
     task = load_task(config)
     model = build(config.model, task.vocab, seed)
@@ -47,11 +47,11 @@ def measure(seed: int, norm: NormName, reuse: Reuse, scheme: str = "pre") -> dic
     errors, scatters = [], []
     for before, x in zip(*seen, strict=True):
         mean, power = _statistics(norm, x)
-        truth = (x - mean) * torch.rsqrt(power + CLOSE)
+        truth = (x - mean) * torch.rsqrt(power + EPS)
         old_mean, old_power = _statistics(norm, before)
         if reuse == "average":
             old_mean, old_power = old_mean.mean(), old_power.mean()
-        errors.append(apart((x - old_mean) * torch.rsqrt(old_power + CLOSE), truth))
+        errors.append(relative_error((x - old_mean) * torch.rsqrt(old_power + EPS), truth))
         scatters.append(float(power.sqrt().std() / power.sqrt().mean()))
     return {"output_error": sum(errors) / len(errors), "scatter": sum(scatters) / len(scatters)}
 

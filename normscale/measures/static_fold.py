@@ -6,17 +6,15 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from normscale.config.load import revise
-from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, held_out_batches, unigram_of
-from normscale.data.task import IGNORE, MicroBatch
+from normscale.data.task import MicroBatch
 from normscale.fold.affine import affine_of
 from normscale.fold.folding import unfolded
 from normscale.fold.run import fold_run
 from normscale.measures._rows import NormName
+from normscale.measures._trained import config_of, loss_of
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
 from normscale.train.run import run
@@ -41,7 +39,7 @@ def measure(seed: int, norm: NormName, blocks: int = 6, steps: int = 300) -> dic
     - `int8`, `int8_folded`: by how much it rises with int8 norms, before and after the exact fold.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = _config(seed, norm, blocks, steps, folder)
+        config = config_of(seed, steps, folder, scheme="pre", norm=norm, M=blocks)
         run_dir = run(config).run_dir
         fold, _ = fold_run(run_dir, BATCHES, int8=True)
         found = trained(run_dir)
@@ -49,11 +47,11 @@ def measure(seed: int, norm: NormName, blocks: int = 6, steps: int = 300) -> dic
     batches = Batches(found.task.train, batch=config.train.batch, seed=seed)
     calibration = [batches.window(i)[0] for i in range(CALIBRATION)]
     model = unfolded(found.engine.inner.cpu())
-    loss = _loss(model, held_out)
+    loss = loss_of(model, held_out)
     rises = {}
     for fixed in get_args(Fixed):
         with _static(_statistics(model, calibration, fixed)):
-            rises[f"static_{fixed}"] = _loss(model, held_out) - loss
+            rises[f"static_{fixed}"] = loss_of(model, held_out) - loss
     exact, _, bf16 = fold.differences
     return {
         "learned": unigram_of(found.task, held_out) - loss,
@@ -64,23 +62,6 @@ def measure(seed: int, norm: NormName, blocks: int = 6, steps: int = 300) -> dic
         "int8": fold.int8["unfolded"].loss_int8 - fold.int8["unfolded"].loss,
         "int8_folded": fold.int8["folded"].loss_int8 - fold.int8["folded"].loss,
     }
-
-
-def _config(seed: int, norm: NormName, blocks: int, steps: int, folder: str) -> RunConfig:
-    model = {"model.scheme": "pre", "model.norm": norm, "model.M": blocks}
-    train = {"train.steps": steps, "train.optim.lr": 1e-3, "train.schedule.warmup_steps": steps // 10}
-    places = {"checkpoint.every": steps, "tracking.runs": folder, "tracking.uri": None}
-    return revise(RunConfig(), {**model, **train, **places, "seed": seed})
-
-
-@torch.no_grad()
-def _loss(model: Transformer, batches: list[MicroBatch]) -> float:
-    losses, targets = 0.0, 0
-    for batch in batches:
-        logits = model(**batch.inputs).flatten(0, 1)
-        losses += float(F.cross_entropy(logits, batch.targets_BT.flatten(), ignore_index=IGNORE, reduction="sum"))
-        targets += batch.n_targets
-    return losses / targets
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from normscale.errors import BadInput
+from normscale.measures._modules import without
 from normscale.monitor import Monitor
 from normscale.tracking.reader import read_run
 
@@ -34,7 +35,7 @@ def measure(seed: int, norms: bool, blocks: int, steps: int = 20) -> dict[str, f
         )
     model = _model(seed, blocks)
     if not norms:
-        _without_norms(model)
+        without(model, nn.LayerNorm)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randn(CLASSES, 3, IMAGE, IMAGE, generator=generator)
@@ -77,11 +78,3 @@ def _model(seed: int, blocks: int) -> nn.Module:
         )
         model: nn.Module = ViTForImageClassification(config)
     return model.train()
-
-
-def _without_norms(model: nn.Module) -> None:
-    """Puts the identity where norms were."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.LayerNorm):
-                module._modules[name] = nn.Identity()

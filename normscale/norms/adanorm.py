@@ -1,9 +1,11 @@
 """AdaNorm: a gain that follows from the input, in place of a trained one."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from normscale.config.values import Positive, Section
+from normscale.config.values import Positive, Section, says
 from normscale.norms.norm import Norm, register, wide
 
 
@@ -18,8 +20,8 @@ class AdaNorm(Norm):
     """
 
     class Options(Section):
-        scale: Positive = 1.0
-        k: Positive = 0.1
+        scale: Annotated[Positive, says("on the whole: C, by the task", "arXiv:1911.07013, section 4")] = 1.0
+        k: Annotated[Positive, says("how fast the gain falls with y", "arXiv:1911.07013, section 4 (1/10)")] = 0.1
 
     options: Options
 

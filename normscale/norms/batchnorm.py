@@ -7,7 +7,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
-from normscale.config.values import Flag, Number
+from normscale.config.values import Flag, Number, says
 from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
 
 
@@ -33,8 +33,13 @@ class BatchNorm(AffineNorm):
     fresh: Tensor
 
     class Options(AffineOptions):
-        momentum: Annotated[Number, Field(gt=0, le=1)] = 0.1  # of the running statistics
-        sync: Flag = True  # false: each rank normalises by its own tokens
+        momentum: Annotated[
+            Annotated[Number, Field(gt=0, le=1)],
+            says("weight of a new batch in the running statistics", "arXiv:1502.03167; 0.1 in torch.nn.BatchNorm1d"),
+        ] = 0.1
+        sync: Annotated[
+            Flag, says("false: each rank normalises by its own tokens", "torch.nn.SyncBatchNorm (true)")
+        ] = True
 
     options: Options
 

@@ -1,10 +1,11 @@
 """CogView's LayerNorm, relaxed in precision."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from normscale.config.values import says
 from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
 from normscale.ops.norm import layernorm
 
@@ -24,7 +25,10 @@ class CogViewNorm(AffineNorm):
     """
 
     class Options(AffineOptions):
-        over: Literal["tensor", "token"] = "tensor"  # what the maximum is taken of
+        over: Annotated[
+            Literal["tensor", "token"],
+            says("what the maximum is taken of", "arXiv:2105.13290; tensor in THUDM/CogView"),
+        ] = "tensor"
 
     options: Options
 

@@ -1,9 +1,11 @@
 """Derf: the error function in the place of a norm."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 
-from normscale.config.values import Number, Positive
+from normscale.config.values import Number, Positive, says
 from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
 
 
@@ -19,8 +21,8 @@ class Derf(AffineNorm):
     has_eps = False
 
     class Options(AffineOptions):
-        alpha_erf: Positive = 0.5  # where it starts
-        shift: Number = 0.0  # where it starts
+        alpha_erf: Annotated[Positive, says("where it starts", "arXiv:2512.10938; the value is DyT's")] = 0.5
+        shift: Annotated[Number, says("where it starts", "arXiv:2512.10938; the value is ours")] = 0.0
 
     def __init__(self, width: int, eps: float, options: Options) -> None:
         super().__init__(width, eps, options)

@@ -1,9 +1,11 @@
 """DyT: a squashing function in the place of a norm."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 
-from normscale.config.values import Positive
+from normscale.config.values import Positive, says
 from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
 
 
@@ -20,7 +22,7 @@ class DyT(AffineNorm):
     has_eps = False
 
     class Options(AffineOptions):
-        alpha_tanh: Positive = 0.5  # where it starts
+        alpha_tanh: Annotated[Positive, says("where it starts", "arXiv:2503.10622, section 4 (0.5)")] = 0.5
 
     def __init__(self, width: int, eps: float, options: Options) -> None:
         super().__init__(width, eps, options)

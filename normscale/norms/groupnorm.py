@@ -1,11 +1,11 @@
 """Group norm over the channels of one token: a LayerNorm of each head's channels."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from normscale.config.values import Count
+from normscale.config.values import Count, says
 from normscale.errors import ConfigError
 from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
 
@@ -21,7 +21,13 @@ class GroupNorm(AffineNorm):
     """
 
     class Options(AffineOptions):
-        groups: Count | None = None  # null: one for each head of the model
+        groups: Annotated[
+            Count | None,
+            says(
+                "how many; null: one for each head of the model",
+                "arXiv:1803.08494; heads: arXiv:2307.08621, section 2.2",
+            ),
+        ] = None
 
     options: Options
 

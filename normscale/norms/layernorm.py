@@ -1,10 +1,11 @@
 """LayerNorm."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from normscale.config.values import says
 from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
 from normscale.ops.norm import layernorm
 from normscale.ops.spec import NormSpec
@@ -20,7 +21,10 @@ class LayerNorm(AffineNorm):
     """
 
     class Options(AffineOptions):
-        eps_place: Literal["inside", "outside"] = "inside"  # of the root
+        eps_place: Annotated[
+            Literal["inside", "outside"],
+            says("where eps is added, of the root", "inside in torch.nn.LayerNorm; outside in articles"),
+        ] = "inside"
 
     options: Options
 

@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
 import normscale.norms as package
-from normscale.config.values import Flag, Fp32, Section, conflict
+from normscale.config.values import Flag, Fp32, Section, conflict, says
 from normscale.ops.add_norm import add_norm
 from normscale.ops.backends import Backend, choose
 from normscale.ops.handles import Handle, Opening, residual_norm_handle
@@ -180,9 +180,14 @@ class Norm(nn.Module, ABC):
 class GainOptions(Section):
     """What a gain of one number a channel can be told."""
 
-    gain: Flag = True  # false: gamma is 1 and not trained
-    gamma_init: Fp32 = 1.0  # where gamma starts, zero-centred or not
-    zero_centred: Flag = False  # gamma is 1 + w, and w is what is trained and decayed, as in Gemma
+    gain: Annotated[
+        Flag, says("false: gamma is 1 and not trained", "gains: arXiv:1607.06450; without, in OLMo 1: arXiv:2402.00838")
+    ] = True
+    gamma_init: Annotated[Fp32, says("where gamma starts, zero-centred or not", "1 in arXiv:1607.06450")] = 1.0
+    zero_centred: Annotated[
+        Flag,
+        says("gamma is 1 + w, and w is what is trained and decayed", "the code of Gemma, arXiv:2403.08295"),
+    ] = False
 
     @model_validator(mode="after")
     def _of_a_gain(self) -> "GainOptions":
@@ -195,7 +200,9 @@ class GainOptions(Section):
 class AffineOptions(GainOptions):
     """What a gain and a bias can be told."""
 
-    bias: Flag = True  # false: the bias is 0 and not trained
+    bias: Annotated[
+        Flag, says("false: the bias is 0 and not trained", "biases: arXiv:1607.06450; without: arXiv:2601.19895")
+    ] = True
 
 
 class AffineNorm(Norm):

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from normscale.config.values import Number
+from normscale.config.values import Number, says
 from normscale.norms.norm import AffineNorm, GainOptions, register, wide
 
 
@@ -19,7 +19,10 @@ class PartialRMSNorm(AffineNorm):
     """
 
     class Options(GainOptions):
-        share: Annotated[Number, Field(gt=0, le=1)] = 0.0625  # of the channels that the RMS is taken from
+        share: Annotated[
+            Annotated[Number, Field(gt=0, le=1)],
+            says("of the channels, from the first, that the RMS is taken from", "arXiv:1910.07467, section 5 (6.25 %)"),
+        ] = 0.0625
 
     options: Options
 

@@ -1,10 +1,11 @@
 """RMSNorm."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from normscale.config.values import says
 from normscale.norms.norm import AffineNorm, GainOptions, register, wide
 from normscale.ops.norm import rmsnorm
 from normscale.ops.spec import NormSpec
@@ -21,7 +22,10 @@ class RMSNorm(AffineNorm):
     """
 
     class Options(GainOptions):
-        eps_place: Literal["inside", "outside"] = "inside"  # of the root
+        eps_place: Annotated[
+            Literal["inside", "outside"],
+            says("where eps is added, of the root", "outside in the code of arXiv:1910.07467, inside in most models"),
+        ] = "inside"
 
     options: Options
 

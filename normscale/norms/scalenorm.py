@@ -1,11 +1,12 @@
 """ScaleNorm: every vector gets one and the same length."""
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from normscale.config.values import Flag, Positive, Section
+from normscale.config.values import Flag, Positive, Section, says
 from normscale.norms.norm import Norm, register, wide
 
 
@@ -20,8 +21,12 @@ class ScaleNorm(Norm):
     """
 
     class Options(Section):
-        gain: Flag = True  # false: the length stays what it is at first
-        length: Positive | None = None  # of the output at first; null: sqrt(width)
+        gain: Annotated[
+            Flag, says("false: the length stays what it is at first", "arXiv:1910.05895, section 2.2 (trained)")
+        ] = True
+        length: Annotated[
+            Positive | None, says("of the output at first; null: sqrt(width)", "arXiv:1910.05895, section 2.2")
+        ] = None
 
     options: Options
     length: Tensor

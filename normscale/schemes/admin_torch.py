@@ -1,12 +1,12 @@
 """Admin without its profiling pass: the residual's multiplier from the number of sublayers alone."""
 
 from math import log, sqrt
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from normscale.config.values import Flag, Section
+from normscale.config.values import Flag, Section, says
 from normscale.schemes.post import PostNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Side, Site, Streams
@@ -28,8 +28,16 @@ class AdminTorch(PostNorm):
     """
 
     class Options(Section):
-        change: Change = "log"
-        trained: Flag = False
+        change: Annotated[
+            Change,
+            says(
+                "how the output's change grows with the number of sublayers",
+                "arXiv:2004.08249, Theorem 2; calculate_init of microsoft/admin-torch",
+            ),
+        ] = "log"
+        trained: Annotated[
+            Flag, says("omega is a trained vector, and no constant", "as_parameter of microsoft/admin-torch")
+        ] = False
 
     options: Options
 

@@ -1,10 +1,11 @@
 """B2T: Post-Norm with a skip from the bottom of each block to its top."""
 
 from math import sqrt
+from typing import Annotated
 
 from torch import Tensor
 
-from normscale.config.values import Flag, Section
+from normscale.config.values import Flag, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Role, Site
 from normscale.schemes.spanning import Spanning
@@ -24,8 +25,12 @@ class B2T(Spanning):
     refuses = {"final_norm": "a B2T stream is already normalised after every sum"}
 
     class Options(Section):
-        bypass: Flag = True  # false: without the skip, which is Post-Norm
-        rescaled: Flag = False  # all matrices of a side of N blocks by N^(-1/2), as the released code draws them
+        bypass: Annotated[Flag, says("false: without the skip, which is Post-Norm", "arXiv:2206.00330, section 4")] = (
+            True
+        )
+        rescaled: Annotated[
+            Flag, says("draw all matrices of a side of N blocks N^(-1/2) as large", "the code of takase/b2t_connection")
+        ] = False
 
     options: Options
 

@@ -1,12 +1,12 @@
 """DeepNorm, as the paper has it and as it was published elsewhere."""
 
 from math import pow, sqrt
-from typing import Literal
+from typing import Annotated, Literal
 
-from normscale.config.values import Section
+from normscale.config.values import Section, says
 from normscale.schemes.post import PostNorm
 from normscale.schemes.registry import register
-from normscale.schemes.scheme import Depth, Role, Site
+from normscale.schemes.scheme import SCALED, Depth, Role, Site
 
 Constants = Literal["paper", "torchscale", "mixln", "keel", "article"]
 
@@ -38,8 +38,13 @@ class DeepNorm(PostNorm):
             the ratio that every row of the paper's table has. Its single stacks are the paper's.
         """
 
-        constants: Constants = "paper"
-        use: Literal["both", "alpha", "beta"] = "both"  # alpha: beta is 1; beta: alpha is 1
+        constants: Annotated[
+            Constants, says("whose alpha and beta, of those above", "arXiv:2203.00555, Figure 2 (paper)")
+        ] = "paper"
+        use: Annotated[
+            Literal["both", "alpha", "beta"],
+            says("alpha: beta is 1; beta: alpha is 1", "both legs: arXiv:2203.00555, section 4.3"),
+        ] = "both"
 
     options: Options
 
@@ -57,7 +62,7 @@ class DeepNorm(PostNorm):
         return self._beta(depth, site) if self.options.use != "alpha" else 1.0
 
     def gain(self, depth: Depth, site: Site | None, role: Role) -> float:
-        return self.beta(depth, site) if site is not None and role.part in ("v", "o", "in", "out") else 1.0
+        return self.beta(depth, site) if site is not None and role.part in SCALED else 1.0
 
     def _alpha(self, depth: Depth, site: Site) -> float:
         if self.options.constants == "mixln":

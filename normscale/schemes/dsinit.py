@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from normscale.config.values import Number, Section
+from normscale.config.values import Number, Section, says
 from normscale.schemes.post import PostNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Role, Site
@@ -26,8 +26,14 @@ class DSInit(PostNorm):
         (bzhangGo/zero, `models/transformer.py`, by what TensorFlow's initialiser makes of it).
         """
 
-        constants: Literal["paper", "release"] = "paper"
-        a: Annotated[Number, Field(gt=0, le=1)] = 1.0
+        constants: Annotated[
+            Literal["paper", "release"],
+            says("release: the deviation falls as l^(-1/4)", "arXiv:1908.11365, section 4; bzhangGo/zero"),
+        ] = "paper"
+        a: Annotated[
+            Annotated[Number, Field(gt=0, le=1)],
+            says("factor on the deviation of all blocks", "arXiv:1908.11365, section 4"),
+        ] = 1.0
 
     options: Options
 

@@ -1,12 +1,12 @@
 """HybridNorm: norms on q, k and v in attention, Post-Norm around the feed-forward layer."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
-from normscale.config.values import Flag, Section
+from normscale.config.values import Flag, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
@@ -55,8 +55,20 @@ class HybridNorm(Scheme):
     refuses = {"final_norm": "the norm at the end is part of it: what a feed-forward layer leaves is not normed"}
 
     class Options(Section):
-        star: Flag = False  # HybridNorm*: the first block is Pre-Norm beside its norms of q, k and v
-        qkv_norm: Literal["head", "full"] = "head"  # as the paper has it, or all heads as one vector
+        star: Annotated[
+            Flag,
+            says(
+                "HybridNorm*: the first block is Pre-Norm beside its norms of q, k and v",
+                "arXiv:2503.04598 (HybridNorm*); BryceZhuo/HybridNorm",
+            ),
+        ] = False
+        qkv_norm: Annotated[
+            Literal["head", "full"],
+            says(
+                "norms of q, k and v of each head, or of all heads as one vector",
+                "arXiv:2503.04598, Algorithm 1 (head)",
+            ),
+        ] = "head"
 
     options: Options
 
@@ -89,7 +101,3 @@ class HybridNorm(Scheme):
         if own.has("alpha"):
             return (own.module("norm").residual(streams[0], out, own.tensor("alpha")),)
         return (streams[0] + out,)
-
-    def exit(self, streams: Streams, ends: Own) -> Tensor:
-        x: Tensor = ends.module("norm")(streams[0])
-        return x

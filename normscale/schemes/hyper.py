@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from normscale.config.values import Flag, Section, Whole, conflict
+from normscale.config.values import Flag, Section, Whole, conflict, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Role, Scheme, Side, Site, Streams
 
@@ -50,11 +50,28 @@ class HyperConnections(Scheme):
             deviate no more than one: divide reads it so, multiply reads it as written, none leaves it out.
         """
 
-        form: Literal["hc", "mhc"] = "hc"
-        streams: Annotated[Whole, Field(ge=1, le=64)] = 4
-        dynamic: Flag = True  # hc only; false: the coefficients are the same for every token
-        out_init: Literal["divide", "multiply", "none"] = "divide"
-        iterations: Annotated[Whole, Field(ge=1, le=1000)] = ITERATIONS  # mhc only
+        form: Annotated[
+            Literal["hc", "mhc"],
+            says(
+                "hc: free coefficients; mhc: bounded ones, doubly stochastic between streams",
+                "arXiv:2409.19606 (hc); arXiv:2512.24880, Eq. 7 to 9 (mhc)",
+            ),
+        ] = "hc"
+        streams: Annotated[
+            Annotated[Whole, Field(ge=1, le=64)], says("n, how many streams", "arXiv:2409.19606, Eq. 1 to 5")
+        ] = 4
+        dynamic: Annotated[
+            Flag,
+            says("hc only; false: the coefficients are the same for every token", "arXiv:2409.19606, Eq. 10 to 13"),
+        ] = True
+        out_init: Annotated[
+            Literal["divide", "multiply", "none"],
+            says("hc only: what sqrt(n) does to the init of o and out", "arXiv:2409.19606"),
+        ] = "divide"
+        iterations: Annotated[
+            Annotated[Whole, Field(ge=1, le=1000)],
+            says("mhc only: Sinkhorn iterations", "arXiv:2512.24880; 20 in Megatron-LM, 5 in x-transformers"),
+        ] = ITERATIONS
 
         @model_validator(mode="after")
         def _combinations(self) -> "HyperConnections.Options":

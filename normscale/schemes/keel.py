@@ -1,8 +1,10 @@
 """Keel: Post-Norm with an up-weighted residual, and a norm before the branch as well."""
 
+from typing import Annotated
+
 from torch import Tensor
 
-from normscale.config.values import Positive, Section
+from normscale.config.values import Positive, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Site, Streams
 
@@ -22,7 +24,13 @@ class Keel(Scheme):
     refuses = {"final_norm": "a Keel stream is already normalised after every sum but the first"}
 
     class Options(Section):
-        alpha: Positive | None = None  # null: the number of sublayers; the paper tunes it (above 1) for small models
+        alpha: Annotated[
+            Positive | None,
+            says(
+                "of all residuals but the first two; null: the number of sublayers; tuned, above 1, for small models",
+                "arXiv:2601.19895, section 3",
+            ),
+        ] = None
 
     options: Options
 

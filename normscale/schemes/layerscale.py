@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from normscale.config.values import Fp32
+from normscale.config.values import Fp32, says
 from normscale.ops.statistics import Statistics
 from normscale.schemes.pre import PreNorm
 from normscale.schemes.registry import register
@@ -28,7 +28,10 @@ class LayerScale(PreNorm):
     topologies = frozenset(("encoder", "decoder"))
 
     class Options(PreNorm.Options):
-        start: Annotated[Fp32, Field(gt=0)] | None = None  # what g begins at; null: by depth
+        start: Annotated[
+            Annotated[Fp32, Field(gt=0)] | None,
+            says("what g begins at; null: by depth", "arXiv:2103.17239, section 2; 1e-4 in `cait_models.py`"),
+        ] = None
 
     options: Options
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from normscale.config.values import Number, Section
+from normscale.config.values import Number, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
@@ -25,7 +25,10 @@ class MixLN(Scheme):
     refuses = {"final_norm": "it follows from share: there is one unless every block is Post-Norm"}
 
     class Options(Section):
-        share: Annotated[Number, Field(ge=0, le=1)] = 0.25  # of the blocks, from the bottom; 0: Pre-Norm, 1: Post-Norm
+        share: Annotated[
+            Annotated[Number, Field(ge=0, le=1)],
+            says("of the blocks, from the bottom, that are Post-Norm", "arXiv:2412.13795 (0.25)"),
+        ] = 0.25
 
     options: Options
 
@@ -50,7 +53,3 @@ class MixLN(Scheme):
         if own.has("alpha"):
             return (own.module("norm").residual(streams[0], out, own.tensor("alpha")),)
         return (streams[0] + out,)
-
-    def exit(self, streams: Streams, ends: Own) -> Tensor:
-        x: Tensor = ends.module("norm")(streams[0]) if ends.has("norm") else streams[0]
-        return x

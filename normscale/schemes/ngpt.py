@@ -1,14 +1,14 @@
 """nGPT: states, queries, keys and the vectors of every matrix have length 1; a branch turns the state by some angle."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
-from normscale.config.values import Positive, Section
+from normscale.config.values import Positive, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams, Weight
 
@@ -103,7 +103,13 @@ class NGPT(Scheme):
     topologies = frozenset(("encoder", "decoder"))
 
     class Options(Section):
-        step: Positive = 0.05  # a at first; the paper has it "of the order of 1 / (number of blocks)"
+        step: Annotated[
+            Positive,
+            says(
+                'a at first; the paper has it "of the order of 1 / (number of blocks)"',
+                "arXiv:2410.01131, sections 2.1 to 2.6; 0.05 in `model.py` of NVIDIA/ngpt",
+            ),
+        ] = 0.05
 
     options: Options
 

@@ -1,18 +1,20 @@
 """NormFormer: Pre-Norm with norms and scales at three more places."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from normscale.config.values import Flag, conflict
+from normscale.config.values import Flag, conflict, says
 from normscale.ops.residual import scaled_residual
 from normscale.ops.statistics import Statistics
 from normscale.schemes.pre import PreNorm
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Site, Streams
+
+_PAPER = "arXiv:2110.09456, section 2"
 
 
 class HeadScale(nn.Module):
@@ -46,14 +48,22 @@ class NormFormer(PreNorm):
 
         heads=paper: each head by itself, before the output projection. heads=fairseq: what comes out of that
             projection, as the released code has it, though its channels are no heads any more.
-        scale_resids: the paper has it in its smaller models alone.
         """
 
-        scale_attn: Flag = True  # a norm on attention's output
-        scale_fc: Flag = True  # a norm before the last product of the feed-forward layer
-        scale_heads: Flag = True  # a trained number for each head, from 1
-        scale_resids: Flag = False  # a trained number for each channel of the feed-forward layer's residual, from 1
-        heads: Literal["paper", "fairseq"] = "paper"
+        scale_attn: Annotated[Flag, says("a norm on attention's output", _PAPER)] = True
+        scale_fc: Annotated[Flag, says("a norm before the last product of the feed-forward layer", _PAPER)] = True
+        scale_heads: Annotated[Flag, says("a trained number for each head, from 1", _PAPER)] = True
+        scale_resids: Annotated[
+            Flag,
+            says(
+                "a trained number for each channel of the feed-forward layer's residual, from 1",
+                f"{_PAPER}, in its smaller models alone",
+            ),
+        ] = False
+        heads: Annotated[
+            Literal["paper", "fairseq"],
+            says("where the heads are scaled", f"{_PAPER}; `modules/transformer_layer.py` of fairseq"),
+        ] = "paper"
 
         @model_validator(mode="after")
         def _combinations(self) -> "NormFormer.Options":

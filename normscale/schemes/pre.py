@@ -1,8 +1,10 @@
 """Pre-Norm: the norm comes before the branch."""
 
+from typing import Annotated
+
 from torch import Tensor, nn
 
-from normscale.config.values import Flag, Section
+from normscale.config.values import Flag, Section, says
 from normscale.ops.residual import added
 from normscale.ops.statistics import Buffers, Statistics, write_sum
 from normscale.schemes.registry import register
@@ -22,7 +24,10 @@ class PreNorm(Scheme):
     """
 
     class Options(Section):
-        final_norm: Flag = True  # false: the stream leaves as the last site has left it
+        final_norm: Annotated[
+            Flag,
+            says("false: the stream leaves as the last site has left it", "arXiv:2002.04745, Table 1 (with the norm)"),
+        ] = True
 
     options: Options
 

@@ -1,8 +1,10 @@
 """Reordered norm: the norm comes after the branch, before the sum."""
 
+from typing import Annotated
+
 from torch import Tensor
 
-from normscale.config.values import Flag, Section
+from normscale.config.values import Flag, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
 
@@ -12,13 +14,18 @@ class ReorderedNorm(Scheme):
     """x' = x + Norm(F(x)), and one norm at the end of the stack unless `final_norm` is false; OLMo 2 is built so.
 
     The branch sees the stream as it is: what keeps attention in bounds there is `model.qk_norm=full`. Its authors have
-    a decoder alone; in an encoder, and in a decoder beside one, the rule is the same at every site.
+    a decoder alone, and no other form is built.
 
     Reference: OLMo 2, arXiv:2501.00656, section 2.1.
     """
 
+    topologies = frozenset(("decoder",))
+
     class Options(Section):
-        final_norm: Flag = True  # false: the stream leaves as the last site has left it
+        final_norm: Annotated[
+            Flag,
+            says("false: the stream leaves as the last site has left it", "arXiv:2501.00656 (with the norm)"),
+        ] = True
 
     options: Options
 
@@ -30,7 +37,3 @@ class ReorderedNorm(Scheme):
 
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
         return (streams[0] + own.module("norm")(out),)
-
-    def exit(self, streams: Streams, ends: Own) -> Tensor:
-        x: Tensor = ends.module("norm")(streams[0]) if ends.has("norm") else streams[0]
-        return x

@@ -1,8 +1,10 @@
 """ResiDual: a Post-Norm stream and, beside it, a plain sum of all branches."""
 
+from typing import Annotated
+
 from torch import Tensor
 
-from normscale.config.values import Number, Positive, Section
+from normscale.config.values import Number, Positive, Section, says
 from normscale.ops.statistics import Buffers, Statistics, watch, write_row, write_sum
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams
@@ -47,8 +49,20 @@ class ResiDual(TwoStreams):
     refuses = {"final_norm": "the norm of the plain stream at the end is part of it"}
 
     class Options(Section):
-        s: Positive = 1.0  # on everything that goes into r
-        a: Number = 1.0  # on the Post-Norm stream in the output; 0: what Pre-Norm puts out
+        s: Annotated[
+            Positive,
+            says(
+                "on everything that goes into r; smaller for a narrow dtype",
+                "arXiv:2304.14802; res_input_norm_scale of microsoft/ResiDual",
+            ),
+        ] = 1.0
+        a: Annotated[
+            Number,
+            says(
+                "on the Post-Norm stream in the output; 0: what Pre-Norm puts out",
+                "arXiv:2304.14802, section 3 (1); alpha of microsoft/ResiDual",
+            ),
+        ] = 1.0
 
     options: Options
 

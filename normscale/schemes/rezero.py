@@ -1,9 +1,11 @@
 """ReZero: every branch begins at nothing."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 
-from normscale.config.values import Number, Section
+from normscale.config.values import Number, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Site, Streams
 
@@ -21,7 +23,9 @@ class ReZero(Scheme):
     has_norms = False
 
     class Options(Section):
-        start: Number = 0.0  # what the multiplier of every branch begins at
+        start: Annotated[
+            Number, says("what the multiplier of every branch begins at", "arXiv:2003.04887, Eq. 1 (0)")
+        ] = 0.0
 
     options: Options
 

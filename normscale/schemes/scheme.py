@@ -106,6 +106,9 @@ class Depth:
 
 Part = Literal["q", "k", "v", "o", "latent", "in", "gate", "out", "token", "position", "segment", "logits"]
 
+SCALED: frozenset[Part] = frozenset(("v", "o", "in", "out"))
+"""Parts whose gain DeepNorm, Sub-LN and T-Fixup set by depth: what the size of a plain branch's output follows from."""
+
 
 @dataclass(frozen=True)
 class Role:
@@ -324,11 +327,11 @@ class Scheme:
         return (*watched, *streams[len(shown) :])
 
     def exit(self, streams: Streams, ends: Own) -> Tensor:
-        """Returns the output of the stack.
+        """Returns the output of the stack: the stream, through the norm called `norm` where the scheme ends in one.
 
         Shape: result [B, T, D].
         """
-        x: Tensor = streams[0]
+        x: Tensor = ends.module("norm")(streams[0]) if ends.has("norm") else streams[0]
         return x
 
     # Hooks in a run's life.

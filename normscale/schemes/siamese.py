@@ -1,14 +1,16 @@
 """SiameseNorm: a Post-Norm and a Pre-Norm stream, both of which every branch sees."""
 
 from math import sqrt
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
-from normscale.config.values import Flag, Section
+from normscale.config.values import Flag, Section, says
 from normscale.schemes.registry import register
 from normscale.schemes.residual import TwoStreams
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Side, Site, Streams
+
+_SOURCE = "arXiv:2602.08064, section 3; Qwen-Applications/SiameseNorm"
 
 
 @register("siamese")
@@ -35,9 +37,12 @@ class SiameseNorm(TwoStreams):
         factor: c of block l, counted from 0. paper: sqrt(l + 1); release: sqrt(2 (l + 1)); none: 1.
         """
 
-        form: Literal["paper", "release"] = "paper"
-        factor: Literal["paper", "release", "none"] = "paper"
-        input_norm: Flag = True  # false: a branch sees X + Norm(Y) as it is
+        form: Annotated[
+            Literal["paper", "release"],
+            says("release: X starts as Norm(x_0), and a norm of the output follows", _SOURCE),
+        ] = "paper"
+        factor: Annotated[Literal["paper", "release", "none"], says("c, what divides O in X", _SOURCE)] = "paper"
+        input_norm: Annotated[Flag, says("false: a branch sees X + Norm(Y) as it is", _SOURCE)] = True
 
     options: Options
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from normscale.schemes.pre import PreNorm
 from normscale.schemes.registry import register
-from normscale.schemes.scheme import Depth, Make, Role, Site
+from normscale.schemes.scheme import SCALED, Depth, Make, Role, Site
 
 
 @register("subln")
@@ -32,7 +32,7 @@ class SubLN(PreNorm):
         return sqrt(log(3 * depth.M))
 
     def gain(self, depth: Depth, site: Site | None, role: Role) -> float:
-        return self.beta(depth, site) if site is not None and role.part in ("v", "o", "in", "out") else 1.0
+        return self.beta(depth, site) if site is not None and role.part in SCALED else 1.0
 
     def slots(self, depth: Depth, site: Site, make: Make) -> Mapping[str, nn.Module]:
         if site.kind == "cross":

@@ -3,9 +3,7 @@
 from math import pow
 
 from normscale.schemes.registry import register
-from normscale.schemes.scheme import Depth, Role, Scheme, Site
-
-SCALED = ("v", "o", "in", "out")
+from normscale.schemes.scheme import SCALED, Depth, Role, Scheme, Site
 
 
 @register("tfixup")

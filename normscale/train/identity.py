@@ -65,10 +65,10 @@ def identity(config: RunConfig, world: int | None = None, threads: int | None = 
         "threads": torch.get_num_threads() if threads is None else threads,
         "world": world,
         "precision": config.precision.compute,
-        "norms": backend if backend.startswith("eager") else f"{backend}, triton {_version('triton')}",
+        "norms": backend if backend.startswith("eager") else f"{backend}, triton {version('triton')}",
         "sources": sources_hash(),
         "torch": torch.__version__,
-        **({"deepspeed": _version("deepspeed")} if config.engine.name == "deepspeed" else {}),
+        **({"deepspeed": version("deepspeed")} if config.engine.name == "deepspeed" else {}),
     }
     text = json.dumps(parts, sort_keys=True)
     return {"hash": hashlib.sha256(text.encode()).hexdigest(), **{k: v for k, v in parts.items() if k != "config"}}
@@ -98,7 +98,7 @@ def environment() -> dict[str, Any]:
         "git": _git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu": _cpu_name(),
@@ -106,7 +106,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Returns the version of an installed package, None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

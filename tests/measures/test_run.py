@@ -10,10 +10,12 @@ import torch
 from normscale.claims.cost import Cost
 from normscale.claims.workers import Job, Pool
 from normscale.cli import main
+from normscale.config.schema import RunConfig as Config
 from normscale.errors import BadInput
 from normscale.measures import run as measurement
+from normscale.measures._sources import sources_of
 from normscale.measures.config import MeasureConfig
-from normscale.measures.run import find_measure, measures, run, run_id_of
+from normscale.measures.run import BESIDE, find_measure, measures, run, run_id_of
 from normscale.tracking.reader import read_run
 
 
@@ -65,6 +67,59 @@ def test_it_is_another_one_by_arguments_seed_and_sources_alone(tmp_path: Path, m
     assert run_id_of(geometry(tmp_path, arguments={"norm": "rmsnorm", "width": 16})) != own
     monkeypatch.setattr(measurement, "sources_hash", lambda *more: "other sources")
     assert run_id_of(geometry(tmp_path)) != own
+
+
+def reads(name: str) -> tuple[set[str], str]:
+    """The files a measurement is made from, and which of the packages beside training's it imports."""
+    found = sources_of(Path(inspect.getfile(find_measure(name))))
+    return {path.stem for path in found.files}, " ".join(p for p in BESIDE if found.imports(f"normscale.{p}"))
+
+
+def test_its_sources_are_what_its_file_imports() -> None:
+    assert reads("ln_geometry") == ({"ln_geometry", "_rows"}, "")
+    assert reads("eps_error") == ({"eps_error", "_half", "_rows"}, "")
+    assert reads("static_fold") == ({"static_fold", "_rows", "_trained"}, "fold")
+    assert reads("vit_gradients") == ({"vit_gradients", "_modules"}, "monitor")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from normscale.measures._shared import x",
+        "from normscale.measures import _shared",
+        "import normscale.measures._shared",
+        "def f():\n    from normscale.measures._shared import x",
+        "from normscale.measures.between import y",
+    ],
+)
+def test_a_file_is_found_however_it_is_imported(tmp_path: Path, line: str) -> None:
+    (tmp_path / "between.py").write_text("from normscale.measures._shared import x as y\n")
+    (tmp_path / "_shared.py").write_text("from normscale.monitor import Monitor\nx = 1\n")
+    (tmp_path / "one.py").write_text(f"{line}\n")
+    found = sources_of(tmp_path / "one.py")
+    assert tmp_path / "_shared.py" in found.files
+    assert found.imports("normscale.monitor")
+    assert not found.imports("normscale.mon")
+
+
+def test_a_measurement_is_another_one_by_defaults_and_text_where_it_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ids() -> list[str]:
+        arguments = {"scheme": "pre", "norms": True, "blocks": 2}
+        return [
+            run_id_of(geometry(tmp_path)),
+            run_id_of(geometry(tmp_path, measure="gradient_profile", arguments=arguments)),
+        ]
+
+    static, on_text = ids()
+    monkeypatch.setattr(measurement, "_text_digest", lambda: "another")
+    assert ids()[0] == static
+    assert ids()[1] != on_text
+    monkeypatch.undo()
+    monkeypatch.setattr(measurement, "RunConfig", lambda: Config(model={"d": 128}))
+    assert ids()[0] == static
+    assert ids()[1] != on_text
 
 
 def test_numbers_follow_from_the_seed_whatever_was_drawn_before(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Peri- and reordered norm against formulas written out here, in all three topologies."""
+"""Peri- and reordered norm against formulas written out here, in every topology that they have."""
 
 from typing import Any
 
@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normscale.config.schema import ModelConfig
+from normscale.errors import ConfigError
 from normscale.models.attention import Context
 from normscale.models.builder import build
+from normscale.models.plan import resolve
 
 TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 SOURCE = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(1))
@@ -29,8 +31,7 @@ def stack(scheme: str, x: Tensor, sublayers: list[Any], ends: Any, context: Cont
     return norm(x, ends.norm)
 
 
-@pytest.mark.parametrize(("N", "M"), [(3, 0), (0, 3), (2, 3)])
-@pytest.mark.parametrize("scheme", ["peri", "reordered"])
+@pytest.mark.parametrize(("scheme", "N", "M"), [("peri", 3, 0), ("peri", 0, 3), ("peri", 2, 3), ("reordered", 0, 3)])
 def test_the_stack_equals_its_formula(scheme: str, N: int, M: int) -> None:
     size = {"d": 16, "heads": 2, "context": 8, "positions": "sinusoidal"}
     config = ModelConfig(**size, N=N, M=M, scheme=scheme, norm="rmsnorm", norm_options={"zero_centred": True})
@@ -48,3 +49,9 @@ def test_the_stack_equals_its_formula(scheme: str, N: int, M: int) -> None:
         torch.testing.assert_close(
             model.features(TOKENS), stack(scheme, embedded["x"], sublayers, model.ends, Context())
         )
+
+
+@pytest.mark.parametrize(("N", "M", "form"), [(2, 0, "encoder"), (2, 2, "encoder-decoder")])
+def test_a_reordered_norm_in_what_is_no_decoder_alone_is_refused(N: int, M: int, form: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model.scheme: 'reordered' has no {form} form \(it has: decoder\)"):
+        resolve(ModelConfig(N=N, M=M, scheme="reordered"))

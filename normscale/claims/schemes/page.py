@@ -1,6 +1,5 @@
 """The page about schemes: the chart, a table of all, and a section for each."""
 
-import re
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -11,8 +10,9 @@ from normscale.claims.html import document, interval, table
 from normscale.claims.results import listed
 from normscale.claims.schemes import chart, drawing
 from normscale.claims.schemes.at_init import BATCH, CONTEXT, OPTIMIZERS, WIDTH, AtInit, Measured, Optimizer
-from normscale.claims.schemes.docs import Told, told
+from normscale.claims.schemes.docs import docs_of_scheme
 from normscale.claims.schemes.drawing import Curve
+from normscale.claims.schemes.options import of_models, of_norms, options_table, prose
 from normscale.claims.schemes.rates import Risen, risen, tolerated
 from normscale.claims.schemes.records import Ran, slopes_of, step_time
 from normscale.claims.schemes.size import Size
@@ -43,6 +43,8 @@ def page(
         _reading(measured),
         _overview(measured, sizes),
         *[_section(one, sizes.get(one.scheme), reported, runs) for one in measured],
+        *of_models(),
+        *of_norms(),
     ]
     return document("normscale: schemes", body, STYLE)
 
@@ -69,7 +71,7 @@ def _overview(measured: Sequence[Measured], sizes: dict[str, Size]) -> str:
         rows.append(
             [
                 f'<a href="#{escape(one.scheme)}">{escape(one.scheme)}</a>',
-                escape(told(one.scheme).title),
+                escape(docs_of_scheme(one.scheme).title),
                 "" if size is None else f"{size.norms_in_blocks / size.blocks:.3g}",
                 "" if deepest is None else f"{_growth(deepest):.3g}",
                 "" if deepest is None else f"{_spread(deepest):.3g}",
@@ -82,13 +84,14 @@ def _overview(measured: Sequence[Measured], sizes: dict[str, Size]) -> str:
 
 
 def _section(one: Measured, size: Size | None, reported: Sequence["Reported"], runs: Sequence[Ran]) -> str:
-    said = told(one.scheme)
+    said = docs_of_scheme(one.scheme)
     parts = [
         f'<h2 id="{escape(one.scheme)}">{escape(said.title)} <code>{escape(one.scheme)}</code></h2>',
-        f'<p class="formula">{_prose(said.formula)}</p>',
-        *[f"<p>{_prose(text)}</p>" for text in said.more],
-        *([f"<p><b>Reference:</b> {_prose(said.reference)}</p>"] if said.reference else []),
-        f"<p><b>Topologies:</b> {escape(listed(said.topologies))}. {_options(said)}</p>",
+        f'<p class="formula">{prose(said.formula)}</p>',
+        *[f"<p>{prose(text)}</p>" for text in said.more],
+        *([f"<p><b>Reference:</b> {prose(said.reference)}</p>"] if said.reference else []),
+        f"<p><b>Topologies:</b> {escape(listed(said.topologies))}.</p>",
+        options_table(said.options),
         "<h3>At initialisation</h3>",
         *_at_init(one),
         "<h3>What records of claims say</h3>",
@@ -97,18 +100,6 @@ def _section(one: Measured, size: Size | None, reported: Sequence["Reported"], r
         _cost(one, size, runs),
     ]
     return "\n".join(parts)
-
-
-def _prose(text: str) -> str:
-    """Returns text of a docstring as HTML: what stands between backticks is code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
-def _options(said: Told) -> str:
-    if not said.options:
-        return "No options."
-    named = ", ".join(f"<code>{escape(name)}</code> ({escape(default)})" for name, default in said.options)
-    return f"<b>Options</b> (with their defaults): {named}."
 
 
 def _at_init(one: Measured) -> list[str]:

@@ -1,0 +1,25 @@
+"""Norms in half precision, operation by operation."""
+
+import torch
+from torch import Tensor
+
+from normscale.measures._rows import NormName
+
+
+def rounded(norm: NormName, x: Tensor, eps: float) -> Tensor:
+    """Returns the norm with every intermediate result in the dtype of `x`.
+
+    Shape: x [rows, width]; result the same.
+    """
+    if norm == "layernorm":
+        x = x - _mean(x)
+    # A tensor in `dtype`: epsilon itself is rounded to it.
+    return x * torch.rsqrt(_mean(x * x) + torch.tensor(eps, dtype=x.dtype))
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Returns the mean of each row by halving it again and again; each sum is rounded to the dtype of `x`."""
+    width = x.shape[-1]
+    while x.shape[-1] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    return x / width
