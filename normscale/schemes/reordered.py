@@ -14,12 +14,12 @@ class ReorderedNorm(Scheme):
     """x' = x + Norm(F(x)), and one norm at the end of the stack unless `final_norm` is false; OLMo 2 is built so.
 
     The branch sees the stream as it is: what keeps attention in bounds there is `model.qk_norm=full`. Its authors have
-    a decoder alone, and no other form is built.
+    a decoder; an encoder alone is the same stack, and an encoder beside a decoder is nowhere defined.
 
     Reference: OLMo 2, arXiv:2501.00656, section 2.1.
     """
 
-    topologies = frozenset(("decoder",))
+    topologies = frozenset(("decoder", "encoder"))
 
     class Options(Section):
         final_norm: Annotated[

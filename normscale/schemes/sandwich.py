@@ -14,7 +14,7 @@ class SandwichNorm(PeriNorm):
     has it (PB-relax): it divides q by the root of the head width before the product.
 
     Reference: Ding et al. 2021, arXiv:2105.13290 (Sandwich-LN); `mpu/sparse_transformer.py` of
-    THUDM/CogView. It is a decoder alone, and no other form is built: with other topologies the graph is `peri`'s.
+    THUDM/CogView. It is a decoder; an encoder alone is the same stack.
     """
 
-    topologies = frozenset(("decoder",))
+    topologies = frozenset(("decoder", "encoder"))
