@@ -88,7 +88,48 @@ ENCODER: Mapping[str, Any] = {
 }
 """What makes a depth run one of an encoder alone, on masked bytes; its depth is `model.N`."""
 
+SPAN_STEPS = 240
+
+SPAN: Mapping[str, Any] = {
+    **evaluated(SPAN_STEPS),
+    "train.eval_batches": 8,
+    "data.task": "span",
+    "data.noise": 0.5,
+    "data.span": 8.0,
+}
+"""What makes a depth run one of an encoder and a decoder, on cut-out spans of text; its depth is that of both."""
+
 SMOKE: Mapping[str, Any] = {**evaluated(6), "train.eval_batches": 1, "train.schedule.warmup_steps": 2}
+
+
+RAMP_STEPS, RAMP_TOP = 1000, 5e-2
+
+
+def ramp(steps: int) -> dict[str, Any]:
+    """Returns a rate that rises in a line over so many steps, and a hundred evaluations."""
+    return {"train.steps": steps, "train.schedule.warmup_steps": steps, "train.eval_every": steps // 100}
+
+
+RAMP: Mapping[str, Any] = {
+    **DEPTH,
+    **ramp(RAMP_STEPS),
+    "train.optim.lr": RAMP_TOP,
+    "train.eval_batches": 2,
+    "probes.every": 10,
+    "probes.profiles": False,
+}
+"""A run whose rate rises until it fails: Keel's protocol (arXiv:2601.19895, section 5.1) with a fifth of its steps."""
+
+RAMP_PUBLISHED: Mapping[str, Any] = {
+    **ramp(5000),
+    "train.optim.betas": (0.9, 0.95),
+    "train.optim.weight_decay": 0.01,
+    "train.optim.clip": 1.0,
+}
+"""What makes a ramp Keel's own, but for the size of the model."""
+
+RAMPED = "rate_tolerated"
+"""The number of such a run: see `claims.derived`."""
 
 
 def described(protocol: Mapping[str, Any]) -> str:
@@ -169,6 +210,11 @@ WEIGHTS: Mapping[str, Any] = {"model.bias": False, "model.norm_options": {"gain"
 """No gains and biases: the theorem counts the weight matrices of the branches alone."""
 
 
+def at_least_three(grid: Grid) -> Grid:
+    """Returns the grid with three seeds of each cell, or more where it has more."""
+    return {arm: {depth: max(LEAST_SEEDS, n) for depth, n in depths.items()} for arm, depths in grid.items()}
+
+
 def trained(
     main: Grid,
     floor: Grid,
@@ -178,12 +224,19 @@ def trained(
     low_lr_gpu: Grid | None = None,
     long_gpu: Grid | None = None,
 ) -> dict[ProfileName, Profile]:
-    """Returns the profiles of a claim about trained models; on a GPU as on a CPU unless a grid of its own is given."""
-    at_least_three: Grid = {arm: {depth: max(3, n) for depth, n in depths.items()} for arm, depths in main.items()}
+    """Returns the profiles of a claim about trained models; on a GPU as on a CPU unless a grid of its own is given.
+
+    There every cell has three seeds and more.
+    """
     return {
         "smoke": Profile(main={arm: {2: 1} for arm in main}, set=SMOKE),
         "cpu": Profile(main, low_lr or {}, floor=floor),
-        "gpu": Profile(gpu or at_least_three, low_lr_gpu or low_lr or {}, long_gpu or {}, floor=floor),
+        "gpu": Profile(
+            at_least_three(gpu or main),
+            at_least_three(low_lr_gpu or low_lr or {}),
+            at_least_three(long_gpu or {}),
+            floor=at_least_three(floor),
+        ),
     }
 
 
