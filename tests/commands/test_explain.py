@@ -15,7 +15,7 @@ def test_a_scheme_is_said_with_formula_source_topologies_and_options(capsys: pyt
     assert said.startswith("model.scheme=reordered: Reordered norm")
     assert "x' = x + Norm(F(x))" in said
     assert "\nfrom        OLMo 2, arXiv:2501.00656, section 2.1" in said
-    assert "\ntopologies  decoder\n" in said
+    assert "\ntopologies  decoder, encoder\n" in said
     assert "model.scheme_options:\n  final_norm=true  (true or false)\n      false: the stream leaves as" in said
     assert "      from arXiv:2501.00656" in said
 
