@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from matplotlib.figure import Figure
 
 from normscale.claims.claim import Cell, Claim
 from normscale.claims.discover import list_claims
+from normscale.claims.expect import Value
 from normscale.claims.figures import common, drawing, gap, growth, slopes, values
 from normscale.claims.fit import mean
 from normscale.tracking.reader import RunRecord
@@ -158,6 +160,15 @@ def test_the_figure_of_numbers_shows_where_each_arm_was_expected(tmp_path: Path,
     assert above == pytest.approx([0.5, 0.58, high, 1.42])  # RMSNorm's, above 0.5
     titles = [panel.get_title(loc="left") for panel in drawn[0].axes]
     assert all(len(line) <= values.WRAP for title in titles for line in title.splitlines())
+
+
+def test_a_figure_of_more_numbers_than_it_has_panels_names_the_others(tmp_path: Path, drawn: list[Figure]) -> None:
+    names = [f"number {i}" for i in range(8)]
+    claim = replace(CLAIMS["ln-lossy"], expect=tuple(Value("ln", name, above=0.5) for name in names))
+    made = results(claim, "cpu", lambda _cell: measurement(dict.fromkeys(names, 1.0)))
+    assert drawing.draw(claim, made, tmp_path / "values.png")
+    assert len(drawn[0].axes) == 6
+    assert drawn[0].get_supxlabel().endswith("In the table alone: number 6; number 7.")
 
 
 def test_an_axis_of_numbers_has_its_zeros_and_ticks_that_can_be_read(tmp_path: Path, drawn: list[Figure]) -> None:

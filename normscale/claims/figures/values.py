@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COLUMNS, PANELS = 2, 6
 ROW_IN, AROUND_IN = 0.28, 1.1  # inches: of one arm, and around a panel
 DECADES = 1.5  # from this spread on the axis is logarithmic
+LINE = 90  # letters of a line below the figure, for each column of panels
 WRAP = 40  # letters of a line of a panel's title: labels of arms take room from it
 EXPECTED = "#2e9e5b"
 
@@ -36,9 +37,9 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     shown = (*judged, *(e for e in claim.control if isinstance(e, Value)))
     asked = {(e.number, e.when): Value("", e.number, when=e.when) for e in shown}
     panels = [(*key, rows) for key, wanted in asked.items() if (rows := _rows(claim, results, wanted))]
-    panels = panels[:PANELS]
     if not panels:
         return None
+    panels, further = panels[:PANELS], panels[PANELS:]
     lines = -(-len(panels) // COLUMNS)
     most = max(len(rows) for _, _, rows in panels)
     figure = new(6.2 * min(COLUMNS, len(panels)) + 1.5, lines * (AROUND_IN + ROW_IN * most) + 0.3)
@@ -52,6 +53,10 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
         axes.set_title("\n".join(textwrap.wrap(title[:1].upper() + title[1:], WRAP)), loc="left", fontsize=11)
     said = "Circles: one seed each. Bar: mean and 95 % interval."
     said += " Green: where it was expected." if expected else ""
+    if further:
+        names = [claim.numbers.get(number, number) + WHEN[when] for number, when, _ in further]
+        said += f" In the table alone: {'; '.join(names)}."
+    said = "\n".join(textwrap.wrap(said, LINE * min(COLUMNS, len(panels))))
     figure.supxlabel(said, fontsize=9, color=GREY, x=0.01, ha="left")
     return figure
 
