@@ -8,6 +8,8 @@ import numpy as np
 
 from normscale.tracking.reader import RunRecord
 
+RATE_TOLERATED = "rate_tolerated"  # the name of that number
+
 PROGRESS = 0.05
 """Nats of held-out loss: a run has come further only when it falls by more than this. Evaluations of one run are on the
 same text, but its loss goes up and down by hundredths from step to step."""
@@ -60,7 +62,7 @@ def branch_grown(record: RunRecord) -> float | None:
 
 
 DERIVED: dict[str, Callable[[RunRecord], float | None]] = {
-    "rate_tolerated": rate_tolerated,
+    RATE_TOLERATED: rate_tolerated,
     "unseen_loss": unseen_loss,
     "branch_grown": branch_grown,
 }

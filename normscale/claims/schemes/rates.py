@@ -5,12 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from normscale.claims.derived import RATE_TOLERATED
 from normscale.claims.schemes.records import Ran, places_of
 
 if TYPE_CHECKING:
     from normscale.claims.report import Reported
-
-RISEN = "rate_tolerated"  # as in claims/derived.py
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,17 @@ class Risen:
     seeds: int
     top: float
 
+    @property
+    def to_the_end(self) -> bool:
+        """Whether a run was still making progress at the end of its ramp: it tolerates more than was tried."""
+        return math.isclose(self.high, self.top, rel_tol=1e-6)
+
+    @property
+    def said(self) -> str:
+        """Returns e.g. "0.0015 to 0.002"."""
+        range_ = f"{self.low:.3g}" if self.low == self.high else f"{self.low:.3g} to {self.high:.3g}"
+        return f"{range_} or more" if self.to_the_end else range_
+
 
 def tolerated(runs: Sequence[Ran], scheme: str) -> list[Tolerated]:
     """Returns the largest tolerable learning rates of a scheme, one for every swept cell."""
@@ -57,11 +67,11 @@ def risen(reported: Iterable["Reported"], scheme: str) -> list[Risen]:
     """
     found = []
     for one in reported:
-        if one.profile is None or one.profile == "smoke" or RISEN not in one.claim.numbers:
+        if one.profile is None or one.profile == "smoke" or RATE_TOLERATED not in one.claim.numbers:
             continue
         places, rates = places_of(one.claim, one.profile), dict[tuple[str, int, float], list[float]]()
         for result in one.results:
-            place, rate = places.get(result.cell), result.number(RISEN)
+            place, rate = places.get(result.cell), result.number(RATE_TOLERATED)
             if place is not None and place.scheme == scheme and rate is not None:
                 rates.setdefault((result.cell.arm, result.cell.depth, result.cell.lr), []).append(rate)
         for (arm, depth, top), own in sorted(rates.items(), key=lambda item: item[0][1:]):
