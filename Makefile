@@ -160,7 +160,7 @@ report: $(STAMP) ## writes the report from the stored records (ARGS=)
 	@$(PY) -m normscale claim report $(value ARGS)
 
 .PHONY: schemes
-schemes: $(STAMP) ## writes a page about every scheme: formula, signal, gradient, update, records of claims (ARGS=)
+schemes: $(STAMP) ## writes a page about every scheme: formula, signal, gradient, update, records (ARGS=--survey trains each first)
 	@$(PY) -m normscale claim schemes $(value ARGS)
 
 .PHONY: ui

@@ -177,6 +177,13 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(call=claim_commands.report)
     schemes = claims.add_parser("schemes", help="write a page about every scheme", allow_abbrev=False)
     schemes.add_argument("words", nargs="*", metavar="SCHEME", help="some of them (default: all)")
+    surveyed = "first train all of them under one protocol, by depth and precision, and under a rate that rises"
+    schemes.add_argument("--survey", action="store_true", help=surveyed)
+    schemes.add_argument("--profile", choices=("cpu", "gpu"), help="with --survey: one seed in fp32 and bf16, or three")
+    schemes.add_argument("--hours", type=number, metavar="H", help="with --survey: no run begins after (default 0.25)")
+    schemes.add_argument(
+        "--publish", action="store_true", help="also write the survey's records to experiments/results"
+    )
     _runs(schemes)
     schemes.set_defaults(call=claim_commands.schemes)
 

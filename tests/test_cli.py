@@ -77,6 +77,8 @@ PROBED = ["tracking.uri=null", "probes.update.steps=[1]"]
         (["sync", "--runs", QUICK], "is not a folder of runs"),
         (["claim", "report", "--runs", QUICK], "is not a folder of runs"),
         (["claim", "schemes", "pots", "--runs", "some"], "'pots' is not a scheme; did you mean 'post'?"),
+        (["claim", "schemes", "--survey", "--hours", "0", "--runs", "some"], "--hours: 0 pays for nothing"),
+        (["claim", "schemes", "--hours", "1", "--runs", "some"], "--hours and --profile: they are of the survey"),
         (["sync", "--runs", LONG], "File name too long"),
         (["claim", "run", "core", "--runs", LONG], "File name too long"),
         (["train", f"{LONG}=1"], "no configuration"),

@@ -4,6 +4,7 @@ A checkout carries the records that its table of verdicts rests on (`experiments
 themselves. A report shows them where a claim was not run here.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -144,13 +145,21 @@ def _no_record(path: Path, why: str) -> StoreError:
 
 
 def seconds_a_step(result: Result) -> float | None:
-    """Returns the wall time of a training step, None where the record has none."""
+    """Returns the time of a training step, None where the record has none.
+
+    Where one thread of a CPU has trained it is that of its core, if this is less: other work on the machine does not
+    lengthen it (it includes evaluations, which are a few steps' worth, so that it is more on an idle machine).
+    """
     if isinstance(result, KeptResult):
         return result.seconds_a_step
     if result.record is None or not result.record.finished:
         return None
-    seconds, steps = (result.record.summary.get(key) for key in ("train_seconds", "steps"))
-    return float(seconds) / int(steps) if seconds and steps else None
+    seconds, core, steps = (result.record.summary.get(key) for key in ("train_seconds", "thread_s", "steps"))
+    if not seconds or not steps:
+        return None
+    identity = result.record.start.get("identity", {})
+    alone = (identity.get("device"), identity.get("threads")) == ("cpu", 1)
+    return min(float(seconds), float(core) if core and alone else math.inf) / int(steps)
 
 
 def _kept(cell: "_ToldCell") -> KeptResult:
@@ -179,7 +188,9 @@ def _cell(claim: Claim, result: Result, run_id: str) -> dict[str, Any]:
         if result.record is not None and quantity in result.record.series:
             series = result.record.series[quantity]
             told[quantity] = dict(zip(map(str, series.steps), series.values, strict=True))
-    for number, when in dict.fromkeys((e.number, e.when) for e in claim.expect if isinstance(e, Value)):
+    judged = dict.fromkeys((e.number, e.when) for e in claim.expect if isinstance(e, Value))
+    beside: dict[tuple[str, When], None] = {(n, "last"): None for n in claim.numbers if n not in {n for n, _ in judged}}
+    for number, when in judged | beside:
         if (value := result.number(number, when)) is not None:
             told[_key(number, when)] = value
     for profile in claim.profiles_judged:

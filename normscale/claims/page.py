@@ -11,6 +11,7 @@ from normscale.claims.judges.slopes import recorded_steps, when_said
 from normscale.claims.judges.values import WHEN
 from normscale.claims.results import MAIN, ROLES, Part, Result
 from normscale.claims.scale import scale_of
+from normscale.claims.schemes.chart import STYLE
 from normscale.claims.state import AT_UNIGRAM, SPIKE, STANDSTILL
 from normscale.claims.verdict import describe
 from normscale.tracking.record import TRAINED_NATS
@@ -26,8 +27,8 @@ NOT_RUN = "What was not run, and why"
 RUNS_IT = "The section of each ends with the command that runs it."
 
 
-def page(claims: Sequence["Reported"], date: str) -> str:
-    """Returns the report as one self-contained HTML page without scripts."""
+def page(claims: Sequence["Reported"], date: str, chart: Sequence[str] = ()) -> str:
+    """Returns the report as one self-contained HTML page without scripts; `chart` is HTML of which schemes train."""
     claims = sorted(claims, key=lambda reported: reported.word == "not run")  # what there is to see comes first
     rows = [[f"{_link(r)}<br>{badge(r.word)}{_mark(r)}", f"{escape(r.claim.says)}{_told(r)}"] for r in _seen(claims)]
     seen = [f'<div class="claims">{table(["claim", "what it says, and in numbers"], rows)}</div>'] if rows else []
@@ -40,10 +41,11 @@ def page(claims: Sequence["Reported"], date: str) -> str:
         "<em>published</em> that the runs are not of this folder: their record came with the code.</p>",
         *seen,
         *_not_run(claims),
+        *chart,
         *[_section(reported) for reported in claims],
         _reading(),
     ]
-    return document("normscale: claims", body)
+    return document("normscale: claims", body, STYLE if chart else "")
 
 
 def counted(claims: Sequence["Reported"]) -> str:

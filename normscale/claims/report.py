@@ -115,20 +115,25 @@ def write_report(
     """Writes reports/<date-time>/ about the claims (None: all of the checkout) and points reports/latest at it.
 
     A claim is shown at the profile that `profiles` names, else at the largest it was ever run at. One that `profiles`
-    does not name and that was never run here is shown as the folder `published` has it, and says so.
+    does not name and that was never run here is shown as the folder `published` has it, and says so. With that folder
+    goes the chart of which schemes train.
 
     Raises:
         StoreError: the reports folder cannot be written, or a manifest cannot be read.
     """
+    from normscale.claims.schemes import survey  # it gathers with what is below
+    from normscale.claims.schemes.chart import chart_of
+
     runs, reports = runs.absolute(), reports.absolute()
     listed = list_claims() if claims is None else claims
     gathered = gather(runs, listed, profiles, published)
+    chart = [] if published is None else chart_of(survey.found(runs, published), gathered)
     try:
         folder = _new_folder(reports)
         shown = [_with_figure(reported, folder) for reported in gathered]
         written = Written(folder, shown)
         date = time.strftime("%Y-%m-%d %H:%M %Z")
-        write_whole(folder / "report.html", page(shown, date))
+        write_whole(folder / "report.html", page(shown, date, chart))
         write_whole(folder / "report.md", markdown(shown, date))
         told = {"t": time.time_ns() // 1_000_000, "date": date, "claims": [reported.numbers() for reported in shown]}
         write_whole(folder / "report.json", json.dumps(told, indent=1, allow_nan=False) + "\n")

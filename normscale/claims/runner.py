@@ -84,7 +84,7 @@ def run_claims(
         code = _run_part(configs, profile, runs, workers, part)
         if code != 0 or not then_judge:
             return code
-        with _devices(profile), _sigterm():
+        with devices(profile), sigterm():
             plans = plans_of(configs)
             wait_for_others(runs, asked, profile, lambda: len(jobs_of(plans, runs)[0]))
     refuse_while_leased(runs, asked, profile)
@@ -94,7 +94,7 @@ def run_claims(
     published = experiments_folder() / "results"
     readable(runs, [claim for claim in listed if claim.id not in asked], published)
     print(f"{', '.join(asked)}: profile {profile}", flush=True)
-    with _devices(profile), _sigterm():
+    with devices(profile), sigterm():
         with _Sink(runs, uri) as sink:
             plans, jobs = _train(configs, profile, runs, workers, hours=hours)
             shown = {claim.id: profile for claim in claims}
@@ -125,7 +125,7 @@ def _check_asked(workers: int | None, part: Part | None, hours: float | None) ->
 def _run_part(configs: Configs, profile: ProfileName, runs: Path, workers: int | None, part: Part) -> int:
     """Brings this part's runs to their ends; returns 0 when each has one, else 1."""
     ids = [claim.id for claim, _ in configs]
-    with _devices(profile), _sigterm(), leased(runs, ids, profile, part):
+    with devices(profile), sigterm(), leased(runs, ids, profile, part):
         print(f"{', '.join(ids)}: profile {profile}, part {part}", flush=True)
         _, jobs = _train(configs, profile, runs, workers, part)
     lost = [job for job in jobs if job.outcome != "done"]
@@ -165,19 +165,19 @@ def planned(
     lines, configs = [], []
     for claim in claims:
         configs.append((claim, [(cell, work_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
-    with _devices(profile):
+    with devices(profile):
         plans = plans_of(configs)
         jobs, done = jobs_of(plans, runs, part)
-        cost = from_finished(runs, _device(profile)) or (Cost() if _device(profile) == "cpu" else None)
+        cost = from_finished(runs, device_of(profile)) or (Cost() if device_of(profile) == "cpu" else None)
         shared: list[str] = []
         if hours is not None and cost is not None:
-            plans, jobs, shared = within(plans, jobs, profile, cost, hours, workers or _at_a_time(profile))
+            plans, jobs, shared = within(plans, jobs, profile, cost, hours, workers or at_a_time(profile))
         mine = runs_of(plans, part)
     for plan in plans:
         for cell, run_id in plan.cells:
             if run_id in mine:
                 lines.append(f"{plan.claim.id}: {cell.name}: {_setting(plan.configs[run_id])}")
-    price = _price(plans, jobs, done, cost, min(workers or _at_a_time(profile), max(1, len(jobs))))
+    price = _price(plans, jobs, done, cost, min(workers or at_a_time(profile), max(1, len(jobs))))
     cut = "" if part is None else f", part {part}"
     total = f"{len(lines)} runs in profile {profile}{cut}; nothing was started"
     if verbose:
@@ -193,11 +193,11 @@ def _setting(config: Work) -> str:
     return f"scheme={model.scheme} {blocks} {optim.name} lr={optim.lr:g} steps={config.train.steps} seed={config.seed}"
 
 
-def _device(profile: ProfileName) -> Device:
+def device_of(profile: ProfileName) -> Device:
     return "cuda" if profile in GPU_PROFILES else "cpu"
 
 
-def _at_a_time(profile: ProfileName) -> int:
+def at_a_time(profile: ProfileName) -> int:
     """Returns the number of workers; one GPU is shared by few processes, since each holds its own context."""
     return cores() if profile not in GPU_PROFILES else 1
 
@@ -239,14 +239,14 @@ def _train(
     """Brings every run of the claims, of the part, or within the hours, to its end, as far as it has one."""
     until = None if hours is None else time.monotonic() + 3600 * hours
     cells = sum(len(own) for _, own in configs)
-    size = min(workers or _at_a_time(profile), cells if part is None else -(-cells // part.of))
+    size = min(workers or at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
         plans = plans_of(configs)
         jobs, done = jobs_of(plans, runs, part)
         for plan in plans if hours is None else []:
             if part is None or cells_of(runs, plan.claim.id, profile) != plan.cells:  # parts leave a verdict alone
                 _note(plan, profile, runs)
-        device = _device(profile)
+        device = device_of(profile)
         try:
             cost = from_finished(runs, device, enough=ENOUGH) or _trial(pool, jobs, device) if jobs else None
             shared: list[str] = []
@@ -370,7 +370,7 @@ class _Sink:
 
 
 @contextmanager
-def _devices(profile: ProfileName) -> Iterator[None]:
+def devices(profile: ProfileName) -> Iterator[None]:
     """Hides GPUs from the profiles that are for a CPU, in this process and in its workers."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if profile not in GPU_PROFILES:
@@ -385,7 +385,7 @@ def _devices(profile: ProfileName) -> Iterator[None]:
 
 
 @contextmanager
-def _sigterm() -> Iterator[None]:
+def sigterm() -> Iterator[None]:
     """Turns SIGTERM into KeyboardInterrupt, so that workers end with this process."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:

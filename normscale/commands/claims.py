@@ -1,6 +1,7 @@
 """`normscale claim`: list, run and report claims; what they and fresh models say of each scheme."""
 
 import argparse
+import math
 import os
 import sys
 import textwrap
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from normscale.commands.common import DEFAULT_RUNS, check_folder, uri_option
 from normscale.errors import BadInput
+
+SURVEY_HOURS = 0.25
 
 
 def listed(options: argparse.Namespace) -> int:
@@ -82,13 +85,24 @@ def report(options: argparse.Namespace) -> int:
 
 
 def schemes(options: argparse.Namespace) -> int:
-    """Writes the page about schemes, and measures first what is not measured yet."""
+    """Writes the page about schemes, and measures first what is not measured yet; the survey where it is asked for."""
     check_folder(options.runs, "--runs", made=True)
-    from normscale.claims.schemes.write import write_schemes
+    if options.hours is not None and not 0 < options.hours < math.inf:
+        raise BadInput(f"--hours: {options.hours:g} pays for nothing, or never ends; give a number of hours above 0")
+    if not options.survey and (options.hours is not None or options.profile is not None):
+        raise BadInput("--hours and --profile: they are of the survey; give --survey, too")
+    from normscale.claims.schemes.write import publish_survey, run_survey, write_schemes
 
+    lost: list[str] = []
     with _saying_what_is_kept():
+        if options.survey:
+            lost = run_survey(options.runs, options.words, options.profile or "cpu", options.hours or SURVEY_HOURS)
         print(f"schemes  {write_schemes(options.runs, options.words)}")
-    return 0
+    for path in publish_survey(options.runs) if options.publish else []:
+        print(f"published {path}")
+    for line in lost:
+        print(f"normscale: no result: {line}", file=sys.stderr)
+    return 1 if lost else 0
 
 
 @contextmanager

@@ -176,9 +176,9 @@ def test_the_last_line_names_the_command_that_opens_the_store(
 
 def test_gpus_are_hidden_from_the_cpu_profile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with runner._devices("cpu"):
+    with runner.devices("cpu"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    with runner._devices("gpu"):
+    with runner.devices("gpu"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 

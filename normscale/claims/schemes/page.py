@@ -14,7 +14,7 @@ from normscale.claims.schemes.docs import docs_of_scheme
 from normscale.claims.schemes.drawing import Curve
 from normscale.claims.schemes.options import of_models, of_norms, options_table, prose
 from normscale.claims.schemes.rates import Risen, risen, tolerated
-from normscale.claims.schemes.records import Ran, slopes_of, step_time
+from normscale.claims.schemes.records import Ran, each_once, runs_of, slopes_of, step_time
 from normscale.claims.schemes.size import Size
 
 if TYPE_CHECKING:
@@ -30,19 +30,26 @@ NOT_MEASURED = "not measured here"
 
 
 def page(
-    measured: Sequence[Measured], sizes: dict[str, Size], reported: Sequence["Reported"], runs: Sequence[Ran], date: str
+    measured: Sequence[Measured],
+    sizes: dict[str, Size],
+    surveyed: Sequence["Reported"],
+    reported: Sequence["Reported"],
+    date: str,
 ) -> str:
     """Returns the page as one self-contained HTML file without scripts."""
-    names = [one.scheme for one in measured]
+    names, records = [one.scheme for one in measured], [*surveyed, *reported]
+    timed = [*runs_of(surveyed), *runs_of(reported)]  # where both have a run, it is compared with those of each
+    runs = each_once(timed)
     body = [
         "<h1>Normalisation schemes: what each is, does and costs</h1>",
         f'<p class="quiet">normscale, {escape(date)}. {len(names)} scheme{"s" * (len(names) != 1)}.</p>',
         "<h2>Which schemes train, at which depth and precision</h2>",
+        chart.survey_table(surveyed, names),
         chart.chart(runs, names),
         "<h2>All schemes at initialisation</h2>",
         _reading(measured),
         _overview(measured, sizes),
-        *[_section(one, sizes.get(one.scheme), reported, runs) for one in measured],
+        *[_section(one, sizes.get(one.scheme), records, runs, timed) for one in measured],
         *of_models(),
         *of_norms(),
     ]
@@ -83,7 +90,9 @@ def _overview(measured: Sequence[Measured], sizes: dict[str, Size]) -> str:
     return f'<div class="overview">{table(head, rows)}</div>'
 
 
-def _section(one: Measured, size: Size | None, reported: Sequence["Reported"], runs: Sequence[Ran]) -> str:
+def _section(
+    one: Measured, size: Size | None, reported: Sequence["Reported"], runs: Sequence[Ran], timed: Sequence[Ran]
+) -> str:
     said = docs_of_scheme(one.scheme)
     parts = [
         f'<h2 id="{escape(one.scheme)}">{escape(said.title)} <code>{escape(one.scheme)}</code></h2>',
@@ -94,10 +103,10 @@ def _section(one: Measured, size: Size | None, reported: Sequence["Reported"], r
         options_table(said.options),
         "<h3>At initialisation</h3>",
         *_at_init(one),
-        "<h3>What records of claims say</h3>",
+        "<h3>What records say</h3>",
         _records(one.scheme, reported, runs),
         "<h3>What it costs</h3>",
-        _cost(one, size, runs),
+        _cost(one, size, timed),
     ]
     return "\n".join(parts)
 
@@ -157,7 +166,7 @@ def _records(scheme: str, reported: Sequence["Reported"], runs: Sequence[Ran]) -
         for one in tolerated(runs, scheme)
     ]
     rates += [_risen(one) for one in risen(reported, scheme)]
-    items += rates or [f"largest tolerable learning rate: {NOT_MEASURED}; no claim that was run has swept it"]
+    items += rates or [f"largest tolerable learning rate: {NOT_MEASURED}; make schemes ARGS=--survey does"]
     if not any(ran.place.scheme == scheme for ran in runs):
         items.insert(0, "whether it trains: no record")
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
@@ -165,14 +174,13 @@ def _records(scheme: str, reported: Sequence["Reported"], runs: Sequence[Ran]) -
 
 def _risen(one: Risen) -> str:
     seeds = f"{one.seeds} seed{'s' * (one.seeds != 1)}"
-    range_ = f"{one.low:.3g}" if one.low == one.high else f"{one.low:.3g} to {one.high:.3g}"
     return (
-        f"largest tolerable learning rate, {one.depth} blocks, {one.label}: {range_} "
+        f"largest tolerable learning rate, {one.depth} blocks, {one.label}: {one.said} "
         f"({seeds}, of a rate that rose to {one.top:g}, {one.claim})"
     )
 
 
-def _cost(one: Measured, size: Size | None, runs: Sequence[Ran]) -> str:
+def _cost(one: Measured, size: Size | None, timed: Sequence[Ran]) -> str:
     items = []
     if size is not None:
         own = size.own_parameters
@@ -182,13 +190,14 @@ def _cost(one: Measured, size: Size | None, runs: Sequence[Ran]) -> str:
             f"{own:,} ({100 * own / size.parameters:.2g} %)",
             f"over sites of {size.blocks} blocks: alpha {_ends(size.alphas)}, initial gain beta {_ends(size.betas)}",
         ]
-    timed = step_time(runs, one.scheme)
-    items.append(
-        f"time of a step: {NOT_MEASURED} beside Pre-Norm"
-        if timed is None
-        else f"time of a step: {timed[0]:.2f} of Pre-Norm's (median of {timed[1]} claims and depths, on machines that "
-        "did other work besides)"
-    )
+    beside = step_time(timed, one.scheme)
+    if beside is not None:
+        items.append(
+            f"time of a step: {beside[0]:.2f} of Pre-Norm's (median over {beside[1]} sets of runs alike but for their "
+            "scheme, on machines that did other work besides)"
+        )
+    elif one.scheme != "pre":
+        items.append(f"time of a step: {NOT_MEASURED} beside Pre-Norm")
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 

@@ -50,6 +50,7 @@ class Ran:
     state: str
     margin: float | None
     seconds_a_step: float | None
+    run: str
 
     @property
     def protocol(self) -> tuple[object, ...]:
@@ -95,8 +96,14 @@ def runs_of(reported: Iterable["Reported"]) -> list[Ran]:
                 state=state.label,
                 margin=margin,
                 seconds_a_step=seconds_a_step(result),
+                run=run_id,
             )
     return list(found.values())
+
+
+def each_once(runs: Iterable[Ran]) -> list[Ran]:
+    """Returns every run once, of a claim's and the survey's the one that comes last."""
+    return list({ran.run: ran for ran in runs}.values())
 
 
 def square(runs: Sequence[Ran]) -> Square | None:

@@ -42,6 +42,7 @@ def test_the_page_is_one_file_with_what_is_known_and_says_what_is_not(
         "\N{BALLOT X} -0.19",  # a gap of 0.01 beside 0.2
         "0 of 2",
         "Without a record here: peri.",
+        "make schemes ARGS=--survey",
         "No record at all in bf16, fp16, fp8_e4m3 and fp8_e5m2",
         "an empty cell has no record",
         "whether it trains: no record",

@@ -18,7 +18,7 @@ def swept(failing: float, claim: str = "sweep") -> list[Ran]:
 
     def ran(cell: Cell, state: str) -> Ran:
         place = Place("pre", *WHERE, (64, 128, 64, 8, 1))
-        return Ran(claim, sweep.labels[cell.arm], cell, place, state, 0.1, None)
+        return Ran(claim, sweep.labels[cell.arm], cell, place, state, 0.1, None, cell.name)
 
     cells = [cell for cell in sweep.cells("cpu") if cell.arm == "plain" and cell.depth == 6]
     return [ran(cell, "stuck" if cell.lr == failing and cell.seed == 1 else "trained") for cell in cells]

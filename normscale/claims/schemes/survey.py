@@ -1,0 +1,161 @@
+"""The survey: every scheme under one protocol, at a few depths and precisions, and under a rate that rises.
+
+It is no claim: it expects nothing and has no verdict. What it trains is described as that of claims is, so that its
+runs are found by what they are, and its records are published and read as theirs. Its runs lie beside the measurements
+at initialisation, where nothing sends them to MLflow.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from normscale.claims.claim import Cell, Claim, Grid, Profile, ProfileName, Settings
+from normscale.claims.compact import compact, read_published
+from normscale.claims.derived import RATE_TOLERATED
+from normscale.claims.manifest import cells_of, results_of
+from normscale.claims.protocol import DEPTH, DESCRIBED
+from normscale.claims.report import Reported
+from normscale.claims.results import Result
+from normscale.claims.verdict import Judgement
+from normscale.config.precision import Compute
+from normscale.errors import StoreError
+from normscale.tracking.files import write_whole
+
+FOLDER = "schemes"  # in the folder of runs
+
+DEPTHS = (6, 24, 96)
+PRECISIONS: Mapping[ProfileName, tuple[Compute, ...]] = {"gpu": ("fp32", "bf16", "fp16"), "cpu": ("fp32", "bf16")}
+SEEDS: Mapping[ProfileName, int] = {"gpu": 3, "cpu": 1}
+
+RISING_DEPTH = 24
+RISING_STEPS, TOP = 400, 2e-2
+"""The rate rises as fast as that of `depth-max-lr` (to 5e-2 in 1000 steps), and to less: so much can be paid for."""
+
+EVERY = 10  # steps between held-out losses while it rises, as there
+
+TRAINED, RISING = "scheme-survey", "scheme-rates"
+SAYS = {
+    TRAINED: "Which schemes train at which depth and precision, under one protocol.",
+    RISING: "The largest learning rate that each scheme tolerates.",
+}
+RISES = (
+    f"The largest rate is where one that rises in a line to {TOP:g} over {RISING_STEPS} steps ceases to lower the "
+    f"held-out loss, with {RISING_DEPTH} blocks in fp32; it is looked at every {EVERY * TOP / RISING_STEPS:g}."
+)
+
+
+def surveys(schemes: Iterable[str]) -> dict[str, Claim]:
+    """Returns the two parts of the survey of some schemes by name, described as claims are."""
+    schemes = tuple(schemes)
+    rising = {
+        "train.steps": RISING_STEPS,
+        "train.schedule.warmup_steps": RISING_STEPS,
+        "train.optim.lr": TOP,
+        "train.eval_every": EVERY,
+        "train.eval_batches": 2,
+        "probes.every": EVERY,
+        "probes.profiles": False,
+    }
+    trained = {
+        profile: _grid(schemes, precisions, DEPTHS, SEEDS[profile]) for profile, precisions in PRECISIONS.items()
+    }
+    risen = {profile: _grid(schemes, ("fp32",), (RISING_DEPTH,), seeds) for profile, seeds in SEEDS.items()}
+    number = {RATE_TOLERATED: "largest tolerable learning rate"}
+    return {
+        TRAINED: _described(TRAINED, schemes, DEPTH, trained, how=DESCRIBED),
+        RISING: _described(RISING, schemes, {**DEPTH, **rising}, risen, how=RISES, numbers=number, to_failure=True),
+    }
+
+
+def found(runs: Path, published: Path, schemes: Sequence[str] = ()) -> list[Reported]:
+    """Returns what there is of the survey of these schemes (none named: all that have a record), a result for a cell.
+
+    A cell that has no end in `runs` is as the folder `published` has it, where both are of one profile.
+
+    Raises:
+        StoreError: a manifest or a published record cannot be read.
+    """
+    everything = (_found(name, runs / FOLDER, published, schemes) for name in SAYS)
+    return [one for one in everything if one is not None]
+
+
+def publish(runs: Path, published: Path) -> list[Path]:
+    """Writes the compact records of what there is of the survey, what was published before included; returns the files.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    files = []
+    for one in found(runs, published):
+        told, kept = compact(one), read_published(published, one.claim)
+        told["runs"] = dict.fromkeys(("done", "of"), len(one.results))
+        if kept is not None and not set(kept.run_ids).isdisjoint(one.run_ids):
+            told["environment"] += [each for each in kept.environment if each not in told["environment"]]
+        path = published / f"{one.claim.id}.json"
+        try:
+            write_whole(path, json.dumps(told, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be written ({error.strerror})") from None
+        files.append(path)
+    return files
+
+
+def scheme_of(arm: str) -> str:
+    """Returns the scheme of an arm, which is named after it and its precision."""
+    return arm.split()[0]
+
+
+def _arm(scheme: str, precision: Compute) -> str:
+    return scheme if precision == "fp32" else f"{scheme} {precision}"
+
+
+def _grid(schemes: Iterable[str], precisions: Iterable[Compute], depths: Iterable[int], seeds: int) -> Grid:
+    return {_arm(scheme, each): dict.fromkeys(depths, seeds) for scheme in schemes for each in precisions}
+
+
+def _described(
+    name: str, schemes: Iterable[str], base: Settings, grids: Mapping[ProfileName, Grid], **more: Any
+) -> Claim:
+    arms = {
+        _arm(scheme, precision): {"model.scheme": scheme, "precision.compute": precision}
+        for scheme in schemes
+        for precision in PRECISIONS["gpu"]
+    }
+    return Claim(
+        id=name,
+        says=SAYS[name],
+        source="the schemes of this package",
+        family="depth",
+        base=base,
+        arms=arms,
+        labels={arm: arm for arm in arms},
+        profiles={profile: Profile(grid) for profile, grid in grids.items()},
+        control=(),
+        expect=(),
+        figure="gap",
+        differs=("one protocol for all schemes, which is none of theirs",),
+        core=False,
+        **more,
+    )
+
+
+def _found(name: str, runs: Path, published: Path, schemes: Sequence[str]) -> Reported | None:
+    profile = next((each for each in SEEDS if cells_of(runs, name, each)), None)
+    cells = cells_of(runs, name, profile) if profile else []
+    ended: dict[Cell, tuple[Result, str]] = {
+        result.cell: (result, run)
+        for result, (_, run) in zip(results_of(runs, cells), cells, strict=True)
+        if result.state.label != "missing"
+    }
+    kept = read_published(published, surveys(())[name])
+    if kept is not None and (not ended or kept.profile == profile):
+        profile = kept.profile
+        ended = {r.cell: (r, run) for r, run in zip(kept.results, kept.run_ids, strict=True)} | ended
+    own = {cell: both for cell, both in ended.items() if not schemes or scheme_of(cell.arm) in schemes}
+    if profile is None or not own:
+        return None
+    claim = surveys(schemes or sorted({scheme_of(cell.arm) for cell in own}))[name]
+    results = [result for result, _ in own.values()]
+    said = Judgement("not run", f"SURVEY - {len(own)} runs; nothing is expected of them")
+    return Reported(claim, profile, said, results, [run for _, run in own.values()])
