@@ -340,6 +340,9 @@ class TrainConfig(Section):
     stop_after: Annotated[
         Count | None, says("with on_nonfinite=skip: the run ends after so many such steps in a row; null: never")
     ] = None
+    label_smoothing: Annotated[
+        Share, says("share of each target that is spread over all tokens in what is differentiated")
+    ] = 0.0
     z_loss: Annotated[NonNegative, says("weight of log^2 Z of the output softmax in what is differentiated")] = 0.0
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()

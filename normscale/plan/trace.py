@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from normscale.config.schema import RunConfig
+from normscale.config.schema import RunConfig, TrainConfig
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
 from normscale.ops.backends import would_run
@@ -26,7 +26,7 @@ from normscale.plan.live import Live, Moment
 from normscale.plan.skeleton import SHOWN, Skeleton, Structure
 from normscale.train.engines.precision import DTYPES, products_of, settle
 from normscale.train.flops import Lengths
-from normscale.train.loop import summed_loss, with_z_loss
+from normscale.train.loop import differentiated, summed_loss
 
 BEFORE, HEAD, LOSS, END = "before", "the logits", "the loss", "the end"
 FORWARD, BACKWARD = "forward", "backward"  # of a block, whose number follows
@@ -91,12 +91,12 @@ def _traced(found: Skeleton, config: RunConfig, run: Pass) -> list[Moment]:
         casting = torch.autocast("cpu", dtype=dtype, cache_enabled=run.cached) if native else nullcontext()
         live = Live(owned, weights)
         with as_on(run.device), live, _marked(model, live), torch.set_grad_enabled(run.backward):
-            _pass(model, _inputs(model, run), casting, live, config.train.z_loss)
+            _pass(model, _inputs(model, run), casting, live, config.train)
     return live.moments
 
 
 def _pass(
-    model: Transformer, inputs: dict[str, Tensor], casting: AbstractContextManager[Any], live: Live, z_loss: float
+    model: Transformer, inputs: dict[str, Tensor], casting: AbstractContextManager[Any], live: Live, train: TrainConfig
 ) -> None:
     """Runs what `Trainer` runs for a micro-batch, with a loss on every position."""
     targets = inputs.pop("targets_BT")
@@ -105,7 +105,7 @@ def _pass(
     live.mark(HEAD)
     loss = summed_loss(logits, targets)
     if loss.requires_grad:
-        loss = with_z_loss(loss, logits, targets, z_loss)
+        loss = differentiated(loss, logits, targets, train)
     live.mark(LOSS)
     if loss.requires_grad:
         torch.autograd.backward(loss * 1.0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normscale.config.precision import SCALED
-from normscale.config.schema import RunConfig
+from normscale.config.schema import RunConfig, TrainConfig
 from normscale.data.task import IGNORE, MicroBatch
 from normscale.ops.statistics import Buffers
 from normscale.probes.culprit import Culprit
@@ -116,7 +116,7 @@ class Trainer(StepRecords):
                 loss = summed_loss(logits, batch.targets_BT)
                 if measured:
                     self.guard.call("after_forward", logits.detach(), batch.targets_BT)
-                whole = with_z_loss(loss, logits, batch.targets_BT, self.config.train.z_loss)
+                whole = differentiated(loss, logits, batch.targets_BT, self.config.train)
                 engine.backward(whole * (engine.world / count * scale))  # the engine averages over ranks
             total += loss.detach()
             if measured:
@@ -182,7 +182,7 @@ class Trainer(StepRecords):
         with self.engine.autocast():
             logits = self.engine.inner(batch.tokens_BT, **batch.beside)
         loss = summed_loss(logits, batch.targets_BT)
-        return with_z_loss(loss, logits, batch.targets_BT, self.config.train.z_loss)
+        return differentiated(loss, logits, batch.targets_BT, self.config.train)
 
     def stops(self, step: Step) -> bool:
         """Tells whether the run ends with this step, by `train.on_nonfinite` and `train.stop_after`; ranks agree."""
@@ -205,15 +205,24 @@ def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def with_z_loss(loss: Tensor, logits_BTV: Tensor, targets_BT: Tensor, weight: float) -> Tensor:
-    """Returns the summed loss plus `weight` times the sum of log^2 Z, over the targets that count, in fp32.
+def differentiated(loss: Tensor, logits_BTV: Tensor, targets_BT: Tensor, train: TrainConfig) -> Tensor:
+    """Returns what is differentiated in place of the summed loss, over the targets that count, in fp32.
 
-    Z is the sum of exp of the logits. It is differentiated, and is no part of any loss that is recorded.
+    With `train.label_smoothing` a target is the token with this share less, and every token with its part of the share.
+    `train.z_loss` adds so many times the sum of log^2 Z, where Z is the sum of exp of the logits. Neither is part of
+    any loss that is recorded.
 
     Shape: loss 0-d; logits [B, T, V]; targets [B, T] int64; result 0-d.
-    Reference: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5 (1e-4 there and in Wortsman et al. 2023).
+    Reference: Szegedy et al. 2016, arXiv:1512.00567, section 7 (0.1 there, in Vaswani et al. 2017 and in DeepNet);
+        Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5 (1e-4 there and in Wortsman et al. 2023).
     """
-    if not weight:
+    if not (train.label_smoothing or train.z_loss):
         return loss
-    log_z = logits_BTV.float().logsumexp(dim=-1)
-    return loss + weight * log_z.square().masked_fill(targets_BT == IGNORE, 0.0).sum()
+    logits, ignored = logits_BTV.float(), targets_BT == IGNORE
+    log_z = logits.logsumexp(dim=-1)
+    if train.label_smoothing:
+        of_all = (log_z - logits.mean(dim=-1)).masked_fill(ignored, 0.0).sum()  # the cross-entropy of an even share
+        loss = (1 - train.label_smoothing) * loss + train.label_smoothing * of_all
+    if train.z_loss:
+        loss = loss + train.z_loss * log_z.square().masked_fill(ignored, 0.0).sum()
+    return loss

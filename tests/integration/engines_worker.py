@@ -47,7 +47,14 @@ def section(engine: str) -> dict[str, Any]:
 
 def config_of(engine: str, optimizer: str, **more: Any) -> RunConfig:
     steps, optim = OPTIMIZERS[optimizer]
-    train = {"steps": steps, "batch": 16, "accumulate": 2, "optim": optim, "on_nonfinite": "skip"}
+    train = {
+        "steps": steps,
+        "batch": 16,
+        "accumulate": 2,
+        "optim": optim,
+        "on_nonfinite": "skip",
+        "label_smoothing": 0.1,
+    }
     settings = {"model": MODEL, "data": {"max_bytes": 60_000}, "train": train, "probes": {"every": 5}}
     return RunConfig(**{**settings, "engine": section(engine), **more})
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from normscale.config.schema import RunConfig
+from normscale.config.schema import RunConfig, TrainConfig
 from normscale.data.task import MicroBatch
 from normscale.models.builder import build
 from normscale.probes.activations import Activations
@@ -17,7 +18,7 @@ from normscale.probes.probe import Probe
 from normscale.train import loop, recording
 from normscale.train.engines.ddp import DDPEngine
 from normscale.train.engines.plain import PlainEngine
-from normscale.train.loop import IGNORE, Trainer, summed_loss, with_z_loss
+from normscale.train.loop import IGNORE, Trainer, differentiated, summed_loss
 from normscale.train.observe import subject_of
 from tests.probes.test_probes import MODEL, Notes, windows
 
@@ -162,15 +163,21 @@ def test_the_loss_is_summed_in_fp32_and_leaves_out_what_is_ignored() -> None:
     assert float(loss) == pytest.approx(-float(log_shares.gather(1, targets[kept].unsqueeze(1)).sum()), rel=1e-5)
 
 
-def test_the_z_loss_is_of_the_targets_that_count_and_differentiated_alone() -> None:
-    logits = (8 * torch.randn(2, 8, 32)).requires_grad_()
-    targets = torch.randint(0, 32, (2, 8))
+def logits_and_targets() -> tuple[Tensor, Tensor]:
+    """Some logits that have a gradient, with targets of which three are ignored."""
+    logits, targets = (8 * torch.randn(2, 8, 32)).requires_grad_(), torch.randint(0, 32, (2, 8))
     targets[0, :3] = IGNORE
+    return logits, targets
+
+
+def test_the_z_loss_is_of_the_targets_that_count_and_differentiated_alone() -> None:
+    logits, targets = logits_and_targets()
     plain = summed_loss(logits, targets)
     z = torch.stack([row.double().exp().sum() for row in logits.detach().flatten(0, 1)])
     want = (z.log() ** 2)[(targets != IGNORE).flatten()].sum()
-    assert with_z_loss(plain, logits, targets, 0.0) is plain
-    assert float(with_z_loss(plain, logits, targets, 0.25) - plain) == pytest.approx(0.25 * float(want), rel=1e-4)
+    assert differentiated(plain, logits, targets, TrainConfig()) is plain
+    added = differentiated(plain, logits, targets, TrainConfig(z_loss=0.25)) - plain
+    assert float(added.detach()) == pytest.approx(0.25 * float(want), rel=1e-4)
 
     without, heavy = trainer(), trainer(z_loss=10.0)
     first = [t.step(windows(1)[0], Notes()) for t in (without, heavy)]
@@ -179,6 +186,45 @@ def test_the_z_loss_is_of_the_targets_that_count_and_differentiated_alone() -> N
     batch = windows(1)[0][0]
     assert float(heavy._loss_by_itself(batch)) > 2 * float(without._loss_by_itself(batch))  # what a replay looks at
     assert heavy.evaluate([batch]) == pytest.approx(float(with_plain(heavy, batch)), rel=1e-6)
+
+
+def smoothed_by_torch(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    flat = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    return F.cross_entropy(*flat, ignore_index=IGNORE, reduction="sum", label_smoothing=0.1)
+
+
+def test_label_smoothing_is_pytorchs() -> None:
+    logits, targets = logits_and_targets()
+    smooth = differentiated(summed_loss(logits, targets), logits, targets, TrainConfig(label_smoothing=0.1))
+    want = smoothed_by_torch(logits, targets)
+    assert float(smooth.detach()) == pytest.approx(float(want.detach()), rel=1e-6)
+    got, wanted = (torch.autograd.grad(loss, logits)[0] for loss in (smooth, want))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    assert not got[0, :3].any()
+    both = differentiated(summed_loss(logits, targets), logits, targets, TrainConfig(label_smoothing=0.1, z_loss=0.25))
+    log_z = logits.detach().double().logsumexp(-1)[targets != IGNORE]
+    assert float((both - want).detach()) == pytest.approx(0.25 * float(log_z.square().sum()), rel=1e-4)
+
+
+def test_an_engine_differentiates_the_smoothed_loss_and_records_the_plain_one() -> None:
+    """In two micro-batches with ignored targets."""
+    t, window = trainer(accumulate=2, label_smoothing=0.1), []
+    for batch in windows(1, micro=2)[0]:
+        window.append(batch._replace(targets_BT=batch.targets_BT.index_fill(1, torch.arange(3), IGNORE)))
+    model, count = t.engine.inner, sum(batch.n_targets for batch in window)
+    losses = [smoothed_by_torch(model(batch.tokens_BT), batch.targets_BT) / count for batch in window]
+    wanted = torch.autograd.grad(sum(losses), list(model.parameters()))
+    plain = sum(float(with_plain(t, batch)) * batch.n_targets for batch in window) / count
+    replayed = sum(float(t._loss_by_itself(batch).detach()) for batch in window) / count
+    assert replayed == pytest.approx(float(sum(losses).detach()), rel=1e-6)
+
+    got: list[Tensor] = []
+    t._apply = lambda lr, factor: got.extend(p.grad.clone() for p in model.parameters())  # type: ignore[method-assign]
+    step = t.step(window, Notes())
+    assert step.loss == pytest.approx(plain, rel=1e-6)
+    assert abs(replayed - plain) > 1e-3
+    for gradient, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-6)
 
 
 def with_plain(t: Trainer, batch: MicroBatch) -> Tensor:
