@@ -18,10 +18,11 @@ def scale_of(claim: Claim, profile: ProfileName) -> str:
         "encoder-decoder" if model.N and model.M else "encoder" if model.N else "decoder" for model in models
     )
     tasks = dict.fromkeys(_task(config) for config in configs)
+    padded = ", padding among them" if "translation" in tasks else ""
     return "; ".join(
         [
             f"{listed(topologies)} of width {_span([model.d for model in models])}, {_depths(cells)}",
-            f"{_span([config.train.steps for config in configs])} steps of {_span(tokens)} tokens",
+            f"{_span([config.train.steps for config in configs])} steps of {_span(tokens)} tokens{padded}",
             f"data {listed(dict.fromkeys(config.data.source for config in configs))} ({listed(tasks)})",
             f"precision {listed(dict.fromkeys(config.precision.compute for config in configs))}",
             f"up to {_count(seeds, 'seed')}",

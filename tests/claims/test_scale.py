@@ -16,6 +16,9 @@ def test_the_scale_of_a_training_claim_is_told_from_its_settings() -> None:
     said = scale_of(half, "cpu")
     assert "encoder-decoder" in said
     assert "precision bf16" in said
+    assert "2293760 tokens, padding among them; data data/wmt17/train (translation)" in scale_of(
+        CLAIMS["quality-post-over-pre"], "paper"
+    )
 
 
 def test_a_measurement_has_seeds_alone() -> None:

@@ -263,19 +263,19 @@ def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
     }
     (tmp_path / "data" / "iwslt14").mkdir(parents=True)
     for language in ("en", "de"):
-        text = "".join(f"{language} sentence number {n}\n" for n in range(1000))
+        text = "".join(f"{language} sentence number {n}\n" for n in range(9000))
         (tmp_path / "data" / "iwslt14" / f"train.{language}").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     lines = planned(IWSLT, "paper", runs=tmp_path / "runs", verbose=True)
     assert "depth-postnorm-dies: L0010 post s0: scheme=post N=10 M=10 adamw lr=0.0005 steps=8000 seed=0" in lines
     claim = CLAIMS["depth-encdec"]
     config = run_config(claim, claim.cells("paper")[0], "r", None)
-    assert config.train.batch * config.model.context == 128 * 4096
+    assert (config.train.batch, config.train.label_smoothing, config.data.subwords) == (128 * 140, 0.1, 40_000)
     assert (config.model.d, config.model.dropout, config.train.schedule.warmup_steps) == (512, 0.4, 4000)
     claim = CLAIMS["depth-small-batch"]
     configs = {cell.arm: run_config(claim, cell, "r", None) for cell in claim.cells("paper")}
-    tokens = {arm: config.train.batch * config.model.context for arm, config in configs.items()}
-    assert tokens == {"deepnorm": 128 * 4096, "deepnorm-8x4096": 8 * 4096}
+    lines = {arm: config.train.batch for arm, config in configs.items()}  # of which 140 are 4096 tokens
+    assert lines == {"deepnorm": 128 * 140, "deepnorm-8x4096": 8 * 140}
     assert (configs["deepnorm-8x4096"].model.N, configs["deepnorm-8x4096"].model.M) == (100, 100)
     assert not (tmp_path / "runs").exists()
 

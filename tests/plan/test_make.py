@@ -41,7 +41,8 @@ def test_the_papers_hyper_parameters() -> None:
         "iwslt14": (5e-4, 1e-4, 0.4, 8000),
         "opus100": (5e-4, 0.0, 0.1, None),
     }
-    tokens = {"wmt17": 128 * 4096, "iwslt14": 4000, "opus100": 128 * 4096}
+    lines = {"wmt17": 128 * 140, "iwslt14": 160, "opus100": 128 * 140}  # of 4096 / 140 and 4000 / 160 tokens
+    subwords = {"wmt17": 40_000, "iwslt14": 10_000, "opus100": 250_000}
     assert len(PAPERS) == 7
     for path in PAPERS:
         config = load(path)
@@ -51,7 +52,8 @@ def test_the_papers_hyper_parameters() -> None:
         assert (optim.lr, optim.weight_decay, config.model.dropout) == (lr, decay, dropout)
         assert (optim.name, optim.betas, optim.eps, optim.clip) == ("adamw", (0.9, 0.98), 1e-8, None)
         assert (schedule.kind, schedule.warmup_steps) == ("inverse_sqrt", 4000)
-        assert config.train.batch * config.model.context == tokens[name]
+        assert (config.train.batch, config.data.subwords, config.model.context) == (lines[name], subwords[name], 128)
+        assert config.train.label_smoothing == 0.1
         assert steps in (None, config.train.steps)
         assert (config.model.d, config.model.ffn, config.model.heads) == (512, 2048, 8)
         assert [str(config.model.N), str(config.model.M)] == depths
@@ -80,7 +82,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     fitting = made(revise(config, {"train.accumulate": plan.accumulate}), Asked(gpus=8, gpu=H200))
     assert fitting.peak <= H200.usable_bytes
     assert f"train.accumulate={plan.accumulate} would" in page(plan)
-    smaller = [a for a in range(1, plan.accumulate) if 2048 // 8 % a == 0][-1]
+    smaller = [a for a in range(1, plan.accumulate) if config.train.batch // 8 % a == 0][-1]
     assert made(revise(config, {"train.accumulate": smaller}), Asked(gpus=8, gpu=H200)).peak > H200.usable_bytes
 
 
@@ -136,7 +138,7 @@ def test_hours_follow_from_flops_and_a_rate_that_is_named() -> None:
 
 
 def test_links_that_are_slower_than_the_products_are_said() -> None:
-    config = revise(load(TRAIN / "wmt17-100-100.yaml"), {"engine.name": "fsdp2", "train.accumulate": 64})
+    config = revise(load(TRAIN / "wmt17-100-100.yaml"), {"engine.name": "fsdp2", "train.accumulate": 70})
     plan = made(config, Asked(gpus=16, gpu=H200))
     assert "that is the links' time" in page(plan)
     assert plan.hours is not None
