@@ -5,16 +5,30 @@ model, whatever the number L of its layers, and at most O(d sqrt(ln d / L)) in a
 and -1/2. A measured slope counts as the theorem's when its whole 95 % interval lies within 0.25 of it: half-way to the
 other scheme's, so that the two ranges meet and do not overlap. The theorem bounds from above; that the bound is met
 is what "is flat" and "falls as" claim.
+
+The paper profile has the paper's own models, with an encoder and a decoder of 6-6 to 14-14 layers, at initialisation on
+IWSLT-14 (data/iwslt14). ASSUMED, since we have not read it: every second depth between these, and the width, the batch
+and the subwords of configs/train/iwslt14-10-10.yaml, without dropout and label smoothing and in fp32. A width changes
+norms and not slopes.
 """
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import SlopeWithin
-from normscale.claims.protocol import MODEL
+from normscale.claims.protocol import BOTH_STACKS, MODEL, published_run
 
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 1000: 1}
 DEPTHS_GPU = {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 500: 3, 1000: 3}
 ARMS = ("post", "pre", "deepnorm")
 FLOOR = {key: {6: 3, 24: 3, 100: 3} for key in ("post", "pre")}
+PAPER_DEPTHS = (6, 8, 10, 12, 14)
+FIRST = {"train.steps": 1, "train.eval_every": 0, "train.eval_batches": 1, "train.optim.lr": 1e-3, "probes.every": 1}
+PLAIN = {
+    "model.dropout": 0.0,
+    "train.label_smoothing": 0.0,
+    "train.schedule.kind": "constant",
+    "train.schedule.warmup_steps": 0,
+    "precision.compute": "fp32",
+}
 WIDTH = 0.25  # to either side of the theorem's exponent
 
 CLAIM = Claim(
@@ -44,6 +58,12 @@ CLAIM = Claim(
         "smoke": Profile(main={key: {2: 1, 4: 1} for key in ARMS}),
         "cpu": Profile(main=dict.fromkeys(ARMS, DEPTHS), floor=FLOOR),
         "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU), floor=FLOOR),
+        "paper": Profile(
+            main={arm: dict.fromkeys(PAPER_DEPTHS, 5) for arm in ("post", "pre")},  # over depths so near each other
+            set={**published_run("iwslt14-10-10"), **FIRST, **PLAIN},
+            depth_keys=BOTH_STACKS,
+            floor={arm: dict.fromkeys(PAPER_DEPTHS, 3) for arm in ("post", "pre")},
+        ),
     },
     figure="slopes",
     how=(
@@ -62,7 +82,8 @@ CLAIM = Claim(
         "the theorem averages attention uniformly (queries and keys start at zero), has one token vector for each "
         "position drawn at random, ReLU, and a loss at one position; here it is a real model with softmax attention, "
         "GELU, text, and the mean loss over 128 tokens",
-        "the paper measures encoder-decoder models of 6-6 to 14-14 layers; here decoder-only ones of 6 to 1000 blocks",
+        "the paper measures encoder-decoder models of 6-6 to 14-14 layers, as the paper profile does; here they are "
+        "decoder-only ones of 6 to 1000 blocks",
         "one seed at 1000 blocks, three at the others",
     ),
 )

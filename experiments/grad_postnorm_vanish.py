@@ -7,12 +7,33 @@ third over three times the shallow third after training. The control is that in 
 every scheme does is not Post-Norm's.
 """
 
-from normscale.claims.claim import Claim
+from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Along, Thirds
-from normscale.claims.protocol import DEPTH, DESCRIBED, trained
+from normscale.claims.protocol import BOTH_STACKS, DEPTH, DESCRIBED, evaluated, published_run, trained
 
 BLOCKS = 24
 SHRINKS = 3.0  # deep third over shallow third
+# The decoder of Figure 4d: 18L-18L on WMT-17 after 30 steps, as configs/train/wmt17-18-18.yaml has it, at the full rate
+# or on the first 30 of 4000 steps of warm-up to it. ASSUMED, since we have not read it: that these are its settings.
+FIGURE, FIGURE_STEPS, FULL, WARMUP = 18, 30, 1.5e-3, 4000
+EARLY = {"train.optim.lr": FULL * FIGURE_STEPS / WARMUP, "train.schedule.warmup_steps": FIGURE_STEPS}
+FIGURE_ARMS = ("post-early", "post-nowarmup")
+PAPER = Profile(
+    main={arm: {FIGURE: 3} for arm in (*FIGURE_ARMS, "deepnorm-early")},
+    set={
+        **published_run("wmt17-18-18"),
+        **evaluated(FIGURE_STEPS),
+        "train.schedule.kind": "constant",
+        "probes.every": FIGURE_STEPS,
+    },
+    depth_keys=BOTH_STACKS,
+    floor={arm: {FIGURE: 3} for arm in (*FIGURE_ARMS, "deepnorm-early")},
+    control=(Thirds("deepnorm-early", "grad_norm", FIGURE, compare="ratio", side="below", bar=SHRINKS),),
+    expect=(
+        Along("post-early", "grad_norm", FIGURE, when="first", lo=0.25, hi=10.0),
+        *(Thirds(arm, "grad_norm", FIGURE, compare="ratio", side="above", bar=SHRINKS) for arm in FIGURE_ARMS),
+    ),
+)
 
 CLAIM = Claim(
     id="grad-postnorm-vanish",
@@ -23,12 +44,16 @@ CLAIM = Claim(
     arms={
         "post": {"model.scheme": "post"},
         "post-nowarmup": {"model.scheme": "post", "train.schedule.warmup_steps": 0},
+        "post-early": {"model.scheme": "post", **EARLY},
+        "deepnorm-early": {"model.scheme": "deepnorm", **EARLY},
         "deepnorm": {"model.scheme": "deepnorm"},
         "pre": {"model.scheme": "pre"},
     },
     labels={
         "post": "Post-Norm",
         "post-nowarmup": "Post-Norm without warm-up",
+        "post-early": "Post-Norm at the start of its warm-up",
+        "deepnorm-early": "DeepNorm at the start of its warm-up",
         "deepnorm": "DeepNorm",
         "pre": "Pre-Norm",
     },
@@ -45,7 +70,8 @@ CLAIM = Claim(
     profiles=trained(
         main={"post": {BLOCKS: 3}, "post-nowarmup": {BLOCKS: 3}, "deepnorm": {BLOCKS: 3}, "pre": {BLOCKS: 3}},
         floor={arm: {BLOCKS: 3} for arm in ("post", "post-nowarmup", "deepnorm", "pre")},
-    ),
+    )
+    | {"paper": PAPER},
     core=False,
     figure="growth",
     how=(

@@ -16,14 +16,38 @@ The claim is a widely read article's. Three things have to be seen in Pre-Norm, 
 
 Models are looked into at 24 blocks, where a run can be long enough to have learnt something. Post-Norm and DeepNorm
 stand beside them and are not judged. A third of 24 blocks is 8 blocks; 16 of 24 are left out in turn.
+
+The paper profile is the 130M model of the Curse of Depth (arXiv:2502.05795) on C4 (data/c4), with 12 blocks; what of it
+is assumed stands with `CURSE_130M`.
 """
 
 from normscale.claims.claim import Claim, Profile
-from normscale.claims.expect import Along, Thirds, Trains
-from normscale.claims.protocol import DEPTH, GAP, LAYER_STEPS, RATE, SMOKE, WARMUP, evaluated
+from normscale.claims.expect import Along, Expectation, Thirds, Trains
+from normscale.claims.protocol import (
+    CURSE_130M,
+    CURSE_BLOCKS,
+    DEPTH,
+    GAP,
+    LAYER_STEPS,
+    RATE,
+    SMOKE,
+    WARMUP,
+    evaluated,
+)
 
 BLOCKS = 24
 POST_BLOCKS = 12  # Post-Norm is known to die at 24
+
+
+def expected(blocks: int) -> tuple[Expectation, ...]:
+    """Returns what is expected at a depth."""
+    return (
+        Along("pre", "stream_rms", blocks, when="first", lo=0.25, hi=0.75),
+        Thirds("pre", "stream_rms", blocks, compare="ratio", side="above", bar=1.5),
+        Thirds("pre", "angle", blocks, compare="ratio", side="below", bar=0.7),
+        Thirds("pre", "removal", blocks, compare="difference", side="below", bar=0.0),
+    )
+
 
 CLAIM = Claim(
     id="growth-prenorm",
@@ -37,12 +61,7 @@ CLAIM = Claim(
     arms={"pre": {"model.scheme": "pre"}, "deepnorm": {"model.scheme": "deepnorm"}, "post": {"model.scheme": "post"}},
     labels={"pre": "Pre-Norm", "deepnorm": "DeepNorm", "post": "Post-Norm"},
     control=(Trains("pre", at=(BLOCKS,)),),
-    expect=(
-        Along("pre", "stream_rms", BLOCKS, when="first", lo=0.25, hi=0.75),
-        Thirds("pre", "stream_rms", BLOCKS, compare="ratio", side="above", bar=1.5),
-        Thirds("pre", "angle", BLOCKS, compare="ratio", side="below", bar=0.7),
-        Thirds("pre", "removal", BLOCKS, compare="difference", side="below", bar=0.0),
-    ),
+    expect=expected(BLOCKS),
     profiles={
         "smoke": Profile(main={"pre": {3: 1}, "deepnorm": {3: 1}, "post": {3: 1}}, set=SMOKE),
         "cpu": Profile(
@@ -52,6 +71,13 @@ CLAIM = Claim(
             main={"pre": {BLOCKS: 3, 48: 3, 100: 3}, "deepnorm": {BLOCKS: 3, 48: 3, 100: 3}, "post": {POST_BLOCKS: 3}},
             set=evaluated(10 * LAYER_STEPS),
             floor={"pre": {BLOCKS: 3}},
+        ),
+        "paper": Profile(
+            main={"pre": {CURSE_BLOCKS: 3}},
+            set=CURSE_130M,
+            floor={"pre": {CURSE_BLOCKS: 3}},
+            control=(Trains("pre", at=(CURSE_BLOCKS,)),),
+            expect=expected(CURSE_BLOCKS),
         ),
     },
     figure="growth",

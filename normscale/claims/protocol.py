@@ -258,6 +258,39 @@ def measured(arms: Iterable[str], smoke: Mapping[str, Any] | None = None) -> dic
     }
 
 
+CRAWL: Mapping[str, Any] = {
+    "data.source": "data/c4/train.jsonl",
+    "data.max_bytes": 4_000_000_000,  # all that is read of it is held in memory
+    "data.held_out": 0.001,
+}
+"""C4, which is not part of the project: lines of JSON whose `text` is a page. Its bytes stand for papers' subwords."""
+
+CURSE_130M: Mapping[str, Any] = {
+    **CRAWL,
+    **evaluated(20_000),
+    "model.d": 768,
+    "model.ffn": 2048,
+    "model.heads": 12,
+    "model.context": 256,
+    "model.norm": "rmsnorm",
+    "model.positions": "rope",
+    "model.activation": "swiglu",
+    "model.bias": False,
+    "model.tied": False,
+    "train.batch": 512,
+    "train.accumulate": 4,
+    "train.optim.lr": 1e-3,
+    "train.optim.betas": (0.9, 0.999),
+    "train.schedule.kind": "cosine",
+    "train.schedule.floor": 0.1,
+    "train.schedule.warmup_steps": 2000,
+    "precision.compute": "bf16",
+}
+"""The 130M model of the Curse of Depth (arXiv:2502.05795), which has 12 blocks: C4, Adam, 1e-3, 512 sequences a step,
+20 000 steps with 2000 of warm-up, bf16, no clipping, LLaMA's block. ASSUMED, since we have not read it in the paper:
+the sizes of 768, 2048, 12 and 256, Adam's averages, and half a cosine to a tenth."""
+CURSE_BLOCKS = 12
+
 BOTH_STACKS = ("model.N", "model.M")
 """Where the depth of a model with encoder and decoder goes: N-N blocks."""
 

@@ -80,12 +80,17 @@ class Result:
     def layers(self, profile: str, when: str = "last") -> NDArray[np.float64] | None:
         """Returns an array over layers as it was first or last recorded, or None as for `value`.
 
+        Of a model with an encoder and a decoder it is the decoder's: what goes up and down is in one stack.
+
         Shape: result [layers].
         """
         if self.record is None or not self.record.finished or profile not in self.record.profiles:
             return None
         array: NDArray[np.float64] = self.record.profiles[profile].data[0 if when == "first" else -1].astype(np.float64)
-        return array
+        model = self.record.start.get("config", {}).get("model", {})
+        N, M = model.get("N", 0), model.get("M", 0)
+        encoder = {N + M: N, 2 * N + 3 * M: 2 * N}.get(len(array), 0) if M else 0  # by blocks, or by sublayers
+        return array[encoder:]
 
 
 @dataclass(frozen=True)

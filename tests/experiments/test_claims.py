@@ -12,6 +12,7 @@ from normscale.claims.expect import Dies, Expectation, SlopeWithin, Thirds, Valu
 from normscale.claims.protocol import DEPTH, SMALL
 from normscale.claims.runner import planned, run_claims
 from normscale.claims.verdict import describe, judge
+from normscale.config.schema import RunConfig
 from normscale.measures.config import MeasureConfig
 from normscale.measures.run import bound
 from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, measurement, record, results
@@ -254,11 +255,18 @@ IWSLT = ("depth-postnorm-dies", "depth-deepnorm-trains")
 def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text of its own stands for IWSLT-14, which is not part of the project; of WMT-17 only settings are seen."""
+    """Text of its own stands for IWSLT-14, which is not part of the project; of the others only settings are seen."""
     assert {claim.id for claim in CLAIMS.values() if "paper" in claim.profiles} == {
         "depth-encdec",
+        "depth-lr-sensitivity",
+        "depth-max-lr",
         "depth-small-batch",
+        "grad-init-theorem",
+        "grad-postnorm-vanish",
+        "growth-families",
+        "growth-prenorm",
         "quality-post-over-pre",
+        "update-bounded",
         *IWSLT,
     }
     (tmp_path / "data" / "iwslt14").mkdir(parents=True)
@@ -266,8 +274,10 @@ def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
         text = "".join(f"{language} sentence number {n}\n" for n in range(9000))
         (tmp_path / "data" / "iwslt14" / f"train.{language}").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    lines = planned(IWSLT, "paper", runs=tmp_path / "runs", verbose=True)
+    lines = planned((*IWSLT, "grad-init-theorem", "update-bounded"), "paper", runs=tmp_path / "runs", verbose=True)
     assert "depth-postnorm-dies: L0010 post s0: scheme=post N=10 M=10 adamw lr=0.0005 steps=8000 seed=0" in lines
+    assert "grad-init-theorem: L0014 pre s2: scheme=pre N=14 M=14 adamw lr=0.001 steps=1 seed=2" in lines
+    assert "update-bounded: L0100 post-adam s0: scheme=post N=100 M=100 adamw lr=1e-07 steps=10 seed=0" in lines
     claim = CLAIMS["depth-encdec"]
     config = run_config(claim, claim.cells("paper")[0], "r", None)
     assert (config.train.batch, config.train.label_smoothing, config.data.subwords) == (128 * 140, 0.1, 40_000)
@@ -278,6 +288,53 @@ def test_the_paper_profile_is_the_published_protocol_and_can_be_listed(
     assert lines == {"deepnorm": 128 * 140, "deepnorm-8x4096": 8 * 140}
     assert (configs["deepnorm-8x4096"].model.N, configs["deepnorm-8x4096"].model.M) == (100, 100)
     assert not (tmp_path / "runs").exists()
+
+
+def paper_configs(name: str) -> dict[str, RunConfig]:
+    """Returns what the paper profile of a claim runs, by arm and depth."""
+    claim = CLAIMS[name]
+    return {f"{cell.arm} {cell.depth}": run_config(claim, cell, "r", None) for cell in claim.cells("paper")}
+
+
+def test_the_paper_profiles_have_what_their_papers_say() -> None:
+    keel = paper_configs("depth-max-lr")["keel 256"]
+    assert (keel.model.d, keel.train.steps, keel.train.schedule.warmup_steps, keel.train.optim.lr) == (
+        1024,
+        5000,
+        5000,
+        5e-2,
+    )
+    assert (keel.train.optim.betas, keel.train.optim.weight_decay, keel.train.optim.clip) == ((0.9, 0.95), 0.01, 1.0)
+    assert keel.model.norm_options == {"bias": False}
+
+    wortsman = paper_configs("depth-lr-sensitivity")
+    assert {name: (config.model.d, config.model.qk_norm) for name, config in wortsman.items()} == {
+        "qk 6": (512, "head"),
+        "qk 24": (512, "head"),
+        "plain 24": (512, "none"),
+        "qk-wide 6": (1024, "head"),
+    }
+    one = wortsman["qk 6"].train
+    assert (one.batch, one.steps, one.schedule.warmup_steps, one.z_loss) == (256, 100_000, 5000, 1e-4)
+    assert all(config.model.ffn == 4 * config.model.d for config in wortsman.values())
+
+    early, full = (paper_configs("grad-postnorm-vanish")[f"post-{arm} 18"] for arm in ("early", "nowarmup"))
+    assert (early.model.N, early.model.M, early.model.d, early.train.batch) == (18, 18, 512, 128 * 140)
+    rate = early.train.optim.lr / early.train.schedule.warmup_steps  # what a step adds to the rate
+    assert rate == pytest.approx(1.5e-3 / 4000)
+    assert (full.train.optim.lr, full.train.schedule.warmup_steps) == (1.5e-3, 0)
+
+    tiny = paper_configs("update-bounded")
+    assert {(c.model.d, c.model.ffn, c.model.heads) for c in tiny.values()} == {(64, 128, 2)}
+    assert {c.model.N for c in tiny.values()} == {c.model.M for c in tiny.values()} == {6, 12, 24, 48, 100}
+    xiong = paper_configs("grad-init-theorem")
+    assert {(c.model.N, c.model.M) for c in xiong.values()} == {(n, n) for n in (6, 8, 10, 12, 14)}
+
+    for curse in (paper_configs("growth-prenorm"), paper_configs("growth-families")):
+        assert {(c.model.M, c.train.batch, c.train.optim.lr, c.train.steps) for c in curse.values()} == {
+            (12, 512, 1e-3, 20_000)
+        }
+        assert {c.train.schedule.warmup_steps for c in curse.values()} == {2000}
 
 
 @pytest.mark.slow

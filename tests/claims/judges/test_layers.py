@@ -9,6 +9,7 @@ import pytest
 from normscale.claims.claim import Cell, Claim, Profile
 from normscale.claims.expect import Along, Layered, Thirds, Trains
 from normscale.claims.judges.layers import compared, describe, slope, thirds
+from normscale.claims.results import Result
 from normscale.claims.verdict import Judgement, judge
 from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import record, results
@@ -184,3 +185,17 @@ def test_expectations_are_sentences() -> None:
         "Pre-Norm, 24 blocks: the log-log slope of the RMS of the stream over the number of the sublayer, at "
         "initialisation, is from 0.25 to 0.75"
     )
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"), [(2 * 2 + 3 * 3, 9), (2 + 3, 3), (4, 4)], ids=["sublayers", "blocks", "?"]
+)
+def test_of_two_stacks_the_decoder_is_looked_at(layers: int, wanted: int) -> None:
+    made = record(layers={"grad_norm": [np.arange(layers).tolist()]})
+    made.start["config"] = {"model": {"N": 2, "M": 3}}
+    cell = depth_claim().cells("cpu")[0]
+    found = Result(cell, made).layers("grad_norm")
+    assert found is not None
+    assert found.tolist() == list(range(layers - wanted, layers))
+    made.start["config"] = {"model": {"N": 0, "M": 3}}
+    assert Result(cell, made).layers("grad_norm").shape == (layers,)  # type: ignore[union-attr]
