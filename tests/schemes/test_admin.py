@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from normscale.config.schema import ModelConfig
-from normscale.models.attention import Context
 from normscale.models.builder import build
 from normscale.schemes import Depth, Role
 from normscale.schemes.admin import Admin
 from normscale.train.run import run
-from tests.schemes.test_residual import SOURCE, TOKENS, ln, shaken
+from tests.schemes.written import FORMS, TOKENS, beside, branch, compare, ln, made
 from tests.train.test_resume import config, end_state, interrupted, resumed
 
 MODEL = {"M": 2, "d": 16, "heads": 2, "context": 16, "scheme": "admin"}
@@ -30,30 +29,23 @@ def calibrated(model: Any, **inputs: torch.Tensor) -> Any:
     return model
 
 
-def profile(x: torch.Tensor, sublayers: list[Any], context: Context) -> tuple[list[float], torch.Tensor]:
-    """The ratios as Transformer-Clinic takes them, in NumPy; and the output."""
-    ratio, found = 1.0, []
-    for sublayer in sublayers:
-        out = sublayer.branch(x, context)
-        found.append(ratio)
-        input_var, output_var = (np.var(t.detach().numpy().reshape(-1)) for t in (ratio * x, out))
-        x = ln(ratio * x + out, sublayer.own.norm)
-        ratio = np.sqrt(input_var + output_var)
-    return found, x
+@pytest.mark.parametrize("form", FORMS)
+def test_the_profile_is_the_standard_deviation_of_the_sum_before_and_the_stack_its_formula(form: str) -> None:
+    """The ratios are taken as Transformer-Clinic takes them, in NumPy."""
+    model, ratios = calibrated(made("admin", *FORMS[form]), **beside(form)), list[float]()
 
+    def stack(layers: list[Any], ends: Any, x: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        ratio = 1.0
+        for layer in layers:
+            out = branch(layer, x, memory)
+            ratios.append(ratio)
+            input_var, output_var = (np.var(t.detach().numpy().reshape(-1)) for t in (ratio * x, out))
+            x = ln(ratio * x + out, layer.own.norm)
+            ratio = np.sqrt(input_var + output_var)
+        return x
 
-@pytest.mark.parametrize(("N", "M"), [(3, 0), (0, 3), (2, 3)])
-def test_the_profile_is_the_standard_deviation_of_the_sum_before_and_the_stack_its_formula(N: int, M: int) -> None:
-    source = {"source_BS": SOURCE} if N and M else {}
-    model = calibrated(shaken(N=N, M=M, scheme="admin"), **source)
-    embedded = [model.token[t] * 4.0 + model.sinusoids[: t.shape[1]] for t in (SOURCE, TOKENS)]
-    sublayers, want, context = model.sublayers(), [], Context()
-    if source:
-        want, memory = profile(embedded[0], sublayers[: 2 * N], context)
-        sublayers, context = sublayers[2 * N :], Context(None, memory)
-    found, x = profile(embedded[1], sublayers, context)
-    torch.testing.assert_close(omegas(model), torch.tensor(want + found).unsqueeze(1).expand(-1, 16).double())
-    torch.testing.assert_close(model.features(TOKENS, **source), x)
+    compare(model, stack)
+    torch.testing.assert_close(omegas(model), torch.tensor(ratios).unsqueeze(1).expand(-1, 16).double())
 
 
 def test_until_it_is_calibrated_it_is_post_norm() -> None:
@@ -64,7 +56,7 @@ def test_until_it_is_calibrated_it_is_post_norm() -> None:
 
 
 def test_omega_learns_channel_by_channel() -> None:
-    model = calibrated(shaken(M=2, scheme="admin"))
+    model = calibrated(made("admin", 0, 2))
     model(TOKENS).square().mean().backward()
     assert all(sublayer.own.alpha.grad.abs().min() > 0 for sublayer in model.sublayers())
 

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from normscale.config.schema import ModelConfig
-from normscale.models.attention import Context
-from normscale.models.builder import build
 from normscale.schemes import Depth, Role
 from normscale.schemes.admin_torch import AdminTorch
-from tests.schemes.test_residual import SIZE, TOKENS, ln, shaken
 from tests.schemes.test_theory import model_of
+from tests.schemes.written import FORMS, SOURCE, TOKENS, branch, compare, ln, made
 
 # Sublayers of a stack: omega where the change is to grow as log n, and as 1; from calculate_init.
 OMEGA = {2: (1.31557, 1.41421), 12: (2.01701, 3.46410), 36: (3.04084, 6.0), 200: (6.07461, 14.14214)}
@@ -38,41 +36,41 @@ def test_two_stacks_count_their_own_sublayers(N: int, M: int) -> None:
         assert scheme.alpha(depth, site) == pytest.approx(sqrt((n + 1) / log(n + 1) - 1))
 
 
+def stack_of(change: str, trained: bool) -> Any:
+    def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+        n = len(layers)  # of its own side
+        constant = {"log": sqrt((n + 1) / log(n + 1) - 1), "1": sqrt(n)}[change]
+        for layer in layers:
+            omega = layer.own.alpha if trained else constant
+            x = ln(omega * x + branch(layer, x, memory), layer.own.norm)
+        return x
+
+    return stack
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("change", ["log", "1"])
-def test_the_stack_equals_its_formula(change: str, trained: bool) -> None:
-    model = shaken(M=3, scheme="admin-torch", scheme_options={"change": change, "trained": trained})
-    x = model.token[TOKENS] * 4.0 + model.sinusoids[:8]
-    for sublayer in model.sublayers():
-        omega = sublayer.own.alpha if trained else torch.tensor({"log": 1.61161, "1": 2.44949}[change])
-        assert omega.shape == ((16,) if trained else ())
-        x = ln(omega * x + sublayer.branch(x, Context()), sublayer.own.norm)
-    torch.testing.assert_close(model.features(TOKENS), x, rtol=1e-5, atol=1e-5)
+def test_the_stack_equals_its_formula(change: str, trained: bool, form: str) -> None:
+    model = made("admin-torch", *FORMS[form], change=change, trained=trained)
+    compare(model, stack_of(change, trained))
+    assert all(layer.own.tensor("alpha").shape == ((16,) if trained else ()) for layer in model.sublayers())
 
 
 def test_a_change_of_order_n_is_post_norm() -> None:
-    post, admin = (
-        shaken(N=2, M=3, scheme=name, scheme_options=options)
-        for name, options in (("post", {}), ("admin-torch", {"change": "n"}))
-    )
-    source = torch.arange(12).view(2, 6)
-    assert torch.equal(post(TOKENS, source_BS=source), admin(TOKENS, source_BS=source))
+    post, admin = (made(name, 2, 3, **options) for name, options in (("post", {}), ("admin-torch", {"change": "n"})))
+    assert torch.equal(post(TOKENS, source_BS=SOURCE), admin(TOKENS, source_BS=SOURCE))
 
 
 @pytest.mark.parametrize("change", ["log", "1", "n"])
 def test_a_trained_omega_starts_at_the_constant(change: str) -> None:
-    constant, trained = (
-        build(
-            ModelConfig(**SIZE, N=2, M=3, scheme="admin-torch", scheme_options={"change": change, "trained": t}), 32, 0
-        )
-        for t in (False, True)
-    )
+    constant, trained = (made("admin-torch", 2, 3, perturbed=False, change=change, trained=t) for t in (False, True))
     for one, other in zip(constant.sublayers(), trained.sublayers(), strict=True):
         assert torch.equal(other.own.alpha, one.own.tensor("alpha").expand(16))
 
 
 def test_a_trained_omega_learns_and_a_constant_is_no_parameter() -> None:
-    trained, constant = (shaken(M=2, scheme="admin-torch", scheme_options={"trained": t}) for t in (True, False))
+    trained, constant = (made("admin-torch", 0, 2, trained=t) for t in (True, False))
     trained(TOKENS).square().mean().backward()
     assert all(sublayer.own.alpha.grad.abs().min() > 0 for sublayer in trained.sublayers())
     assert not any("alpha" in name for name, _ in constant.named_parameters())

@@ -15,9 +15,9 @@ from tests.schemes.written import (
     BOTH,
     DEPTHS,
     FORMS,
-    SOURCE,
     TOKENS,
     assert_unit_gains,
+    beside,
     branch,
     compare,
     gains,
@@ -33,6 +33,7 @@ def test_every_matrix_of_a_side_is_scaled_by_the_root_of_its_blocks(N: int, M: i
     for (side, *_), found in gains(B2T(B2T.Options(rescaled=True)), N, M).items():
         assert len(found) == 1
         assert found.pop() == pytest.approx((N if side == "encoder" else M) ** -0.5)
+    assert all(found == {1.0} for found in gains(B2T(B2T.Options(rescaled=True)), N, M, bias=True).values())
     assert_unit_gains(B2T())
 
 
@@ -56,9 +57,9 @@ def test_without_its_bypass_it_is_post_norm(form: str) -> None:
     one, other, with_it = (
         made(name, *FORMS[form], **o) for name, o in (("b2t", {"bypass": False}), ("post", {}), ("b2t", {}))
     )
-    beside = {"source_BS": SOURCE} if form == "encoder-decoder" else {}
-    assert torch.equal(one(TOKENS, **beside), other(TOKENS, **beside))
-    assert not torch.allclose(with_it(TOKENS, **beside), other(TOKENS, **beside), rtol=1e-2)
+    source = beside(form)
+    assert torch.equal(one(TOKENS, **source), other(TOKENS, **source))
+    assert not torch.allclose(with_it(TOKENS, **source), other(TOKENS, **source), rtol=1e-2)
 
 
 def test_what_it_owns() -> None:

@@ -1,9 +1,11 @@
 """DeepNorm's constants and which parameters they reach."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
@@ -12,6 +14,7 @@ from normscale.norms import find_norm
 from normscale.schemes import Depth, Make, Own, Role, Site
 from normscale.schemes.deepnorm import DeepNorm
 from normscale.schemes.scheme import Part
+from tests.schemes.written import FORMS, branch, compare, ln, made
 
 SCHEME = DeepNorm()
 SINGLE = {1: (1.18921, 0.59460), 6: (1.86121, 0.37992), 18: (2.44949, 0.28868), 100: (3.76060, 0.18803)} | {
@@ -119,6 +122,21 @@ def test_alpha_reaches_every_site_of_both_sides() -> None:
     for sublayer in model.sublayers():
         want = VARIANTS["paper"][0 if sublayer.site.side == "encoder" else 2]
         assert float(sublayer.own.tensor("alpha")) == pytest.approx(want)
+
+
+# Of `FORMS`: 3 encoder blocks, 5 decoder blocks, and 2 beside 3.
+ALPHAS = {"encoder": {"encoder": 6 ** (1 / 4)}, "decoder": {"decoder": 10 ** (1 / 4)}}
+ALPHAS["encoder-decoder"] = {"encoder": 0.81 * (2**4 * 3) ** (1 / 16), "decoder": 9 ** (1 / 4)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stack_equals_its_formula(form: str) -> None:
+    def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+        for layer in layers:
+            x = ln(ALPHAS[form][layer.site.side] * x + branch(layer, x, memory), layer.own.norm)
+        return x
+
+    compare(made("deepnorm", *FORMS[form]), stack)
 
 
 def test_no_depth_is_refused() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
@@ -12,21 +13,19 @@ from normscale.models.init import weights
 from normscale.schemes import Depth
 from normscale.schemes.dsinit import DSInit
 from tests.schemes.gains import TOPOLOGIES, gains
+from tests.schemes.written import FORMS, TOKENS, branch, compare, ln, made
 
 SIZE = {"d": 64, "heads": 2, "context": 8, "init": "xavier_uniform"}
-TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-
-
-FORMS: dict[str, tuple[dict[str, Any], float, float]] = {
+CONSTANTS: dict[str, tuple[dict[str, Any], float, float]] = {
     "paper": ({}, -1 / 2, 1.0),
     "release": ({"constants": "release", "a": 0.5}, -1 / 4, 0.5**0.5),
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("constants", CONSTANTS)
 @pytest.mark.parametrize("depth", TOPOLOGIES, ids=str)
-def test_gains_of_every_role_fall_with_the_block(depth: Depth, form: str) -> None:
-    options, power, a = FORMS[form]
+def test_gains_of_every_role_fall_with_the_block(depth: Depth, constants: str) -> None:
+    options, power, a = CONSTANTS[constants]
     found = gains(DSInit(DSInit.Options(**options)), depth)
     for (side, block, kind, part), gain in found.items():
         want = a * (block + 1) ** power if side else 1.0
@@ -43,6 +42,17 @@ def test_drawn_values_fill_the_papers_interval() -> None:
             bound = math.sqrt(6 / (rows + columns)) / math.sqrt(weight.site.block + 1)
             assert 0.98 * bound < float(weight.values.abs().max()) <= bound, weight.name
             assert float(weight.values.std()) == pytest.approx(bound / math.sqrt(3), rel=0.05), weight.name
+
+
+def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+    for layer in layers:
+        x = ln(x + branch(layer, x, memory), layer.own.norm)
+    return x
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stack_equals_its_formula(form: str) -> None:
+    compare(made("dsinit", *FORMS[form]), stack)
 
 
 def test_but_for_the_init_it_is_post_norm() -> None:

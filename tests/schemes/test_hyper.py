@@ -8,16 +8,15 @@ from torch import Tensor
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
-from normscale.models.attention import Context
 from normscale.models.builder import build
 from normscale.models.init import gain_of, weights
 from normscale.models.plan import resolve
 from normscale.ops.statistics import Buffers
 from normscale.schemes import Depth, Role
 from normscale.schemes.hyper import HyperConnections, sinkhorn
-from tests.schemes.test_residual import TOKENS, ln, shaken
+from tests.schemes.written import FORMS, TOKENS, branch, compare, ln, made
 
-FORMS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "static": {"dynamic": False},
     "mhc": {"form": "mhc", "iterations": 7},
@@ -48,20 +47,25 @@ def mhc(H: Tensor, mix: Any, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return b, a, r
 
 
+def stack_of(kind: str, n: int) -> Any:
+    def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+        H = torch.stack([x] * n, dim=-2)
+        for layer in layers:
+            b, a, r = (mhc if kind == "mhc" else hc)(H, layer.own.mix, n)
+            h0 = (a.unsqueeze(-1) * H).sum(-2)
+            out = branch(layer, ln(h0, layer.own.norm))
+            H = (r.unsqueeze(-1) * H.unsqueeze(-2)).sum(-3) + b.unsqueeze(-1) * out.unsqueeze(-2)
+        return ln(H.mean(-2) if kind == "mhc" else H.sum(-2), ends.norm)
+
+    return stack
+
+
+@pytest.mark.parametrize("form", ["encoder", "decoder"])
 @pytest.mark.parametrize("n", [1, 3, 4])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_stack_equals_its_formula(form: str, n: int) -> None:
-    model = shaken(M=3, scheme="hyper", scheme_options=FORMS[form] | {"streams": n})
-    x = model.token[TOKENS] * 4.0 + model.sinusoids[:8]
-    H = torch.stack([x] * n, dim=-2)
-    for sublayer in model.sublayers():
-        own = sublayer.own
-        b, a, r = (mhc if form == "mhc" else hc)(H, own.mix, n)
-        h0 = (a.unsqueeze(-1) * H).sum(-2)
-        out = sublayer.branch(ln(h0, own.norm), Context())
-        H = (r.unsqueeze(-1) * H.unsqueeze(-2)).sum(-3) + b.unsqueeze(-1) * out.unsqueeze(-2)
-    total = H.mean(-2) if form == "mhc" else H.sum(-2)
-    torch.testing.assert_close(model.features(TOKENS), ln(total, model.ends.norm), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_stack_equals_its_formula(kind: str, n: int, form: str) -> None:
+    model = made("hyper", *FORMS[form], **KINDS[kind] | {"streams": n})
+    compare(model, stack_of(kind, n), tolerance=1e-4 if kind == "mhc" else 1e-6)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -174,7 +178,7 @@ def test_streams_stay_wide_where_products_are_narrow() -> None:
 
 
 def test_every_stream_is_measured_in_a_row_of_its_own() -> None:
-    model = shaken(M=2, scheme="hyper", scheme_options={"streams": 3}).float()
+    model = made("hyper", 0, 2, streams=3).float()
     assert (model.stream_count, model.rows_per_site) == (3, 4)
     rows = torch.zeros(4 * 4, 3)
     seen: list[Tensor] = []

@@ -14,7 +14,7 @@ from normscale.models.init import weights
 from normscale.models.plan import resolve
 from normscale.schemes import Depth, Role
 from normscale.schemes.ngpt import NGPT
-from tests.schemes.test_residual import TOKENS
+from tests.schemes.written import TOKENS
 from tests.train.test_loop import trainer
 
 SIZE = {"M": 3, "d": 16, "heads": 2, "context": 8, "scheme": "ngpt"}

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from normscale.config.schema import ModelConfig
@@ -13,53 +12,32 @@ from normscale.models.builder import build
 from normscale.ops.statistics import Buffers
 from normscale.schemes import Depth, Make, Role
 from normscale.schemes.residual import ResiDual
+from tests.schemes.written import FORMS, TOKENS, branch, compare, ln, made
 
-TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-SOURCE = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(1))
 SIZE = {"d": 16, "heads": 2, "context": 8, "positions": "sinusoidal"}
 
 
-def shaken(**settings: Any) -> Any:
-    """A model in fp64 no two of whose gains and biases are alike: one left out, or taken for another, shows."""
-    model = build(ModelConfig(**SIZE | {"scheme": "residual"} | settings), 32, 0).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    return model
+def stack_of(s: float, a: float) -> Any:
+    def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+        r = s * x
+        for layer in layers:
+            out = branch(layer, x, memory)
+            x, r = ln(x + out, layer.own.norm), r + s * out
+        return a * x + ln(r, ends.norm)
+
+    return stack
 
 
-def ln(x: Tensor, norm: Any, eps: float = 1e-5) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], norm.gamma, norm.bias, eps)
-
-
-def stack(x: Tensor, sublayers: list[Any], ends: Any, context: Context, s: float, a: float) -> Tensor:
-    r = s * x
-    for sublayer in sublayers:
-        out = sublayer.branch(x, context)
-        x, r = ln(x + out, sublayer.own.norm), r + s * out
-    return a * x + ln(r, ends.norm)
-
-
-@pytest.mark.parametrize(("N", "M"), [(3, 0), (0, 3), (2, 3)])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("s", "a"), [(1.0, 1.0), (0.25, 0.5)])
-def test_the_stack_equals_its_formula(s: float, a: float, N: int, M: int) -> None:
-    model = shaken(N=N, M=M, scheme_options={"s": s, "a": a})
-    embedded = {n: model.token[t] * 4.0 + model.sinusoids[: t.shape[1]] for n, t in (("x", TOKENS), ("s", SOURCE))}
-    sublayers, source = model.sublayers(), {}
-    context = Context()
-    if N and M:
-        context = Context(None, stack(embedded["s"], sublayers[: 2 * N], model.source_ends, context, s, a))
-        sublayers, source = sublayers[2 * N :], {"source_BS": SOURCE}
-    torch.testing.assert_close(
-        model.features(TOKENS, **source), stack(embedded["x"], sublayers, model.ends, context, s, a)
-    )
+def test_the_stack_equals_its_formula(s: float, a: float, form: str) -> None:
+    compare(made("residual", *FORMS[form], s=s, a=a), stack_of(s, a))
 
 
 def test_s_changes_no_output_but_by_eps() -> None:
-    one, small = (shaken(M=3, eps=0.0, scheme_options={"s": s}) for s in (1.0, 1e-3))
+    one, small = (made("residual", 0, 3, model={"eps": 0.0}, s=s) for s in (1.0, 1e-3))
     torch.testing.assert_close(one(TOKENS), small(TOKENS))
-    wide = shaken(M=3, eps=0.1, scheme_options={"s": 1e-3})
+    wide = made("residual", 0, 3, model={"eps": 0.1}, s=1e-3)
     assert (wide(TOKENS) - one(TOKENS)).abs().max() > 0.1
 
 

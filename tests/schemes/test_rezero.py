@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
-from normscale.models.attention import Context
 from normscale.models.builder import build
 from normscale.models.init import weights
 from normscale.models.plan import resolve
@@ -15,26 +15,28 @@ from normscale.norms import Norm
 from normscale.schemes import Depth
 from normscale.schemes.rezero import ReZero
 from tests.schemes.gains import TOPOLOGIES, gains
+from tests.schemes.written import FORMS, TOKENS, branch, compare, made
 
 SIZE = {"d": 16, "heads": 2, "context": 8, "scheme": "rezero", "positions": "sinusoidal"}
-TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-def embedded(model: Any) -> torch.Tensor:
-    return model.token[TOKENS] * 4.0 + model.sinusoids
+def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+    for layer in layers:
+        x = x + layer.own.a * branch(layer, x, memory)
+    return x
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("start", [0.0, 0.3])
-def test_the_stack_equals_its_formula(start: float) -> None:
-    model: Any = build(ModelConfig(**SIZE, M=6, scheme_options={"start": start}), 32, 0)
-    x = embedded(model)
-    for i, sublayer in enumerate(model.sublayers()):
-        assert float(sublayer.own.a) == pytest.approx(start)
-        with torch.no_grad():
-            sublayer.own.a.add_(0.1 * i * (start != 0))
-        x = x + (start + 0.1 * i * (start != 0)) * sublayer.branch(x, Context())
-    torch.testing.assert_close(model.features(TOKENS), x, rtol=1e-4, atol=1e-5)
-    assert torch.equal(x, embedded(model)) is (start == 0.0)  # a fresh model is the identity
+def test_the_stack_equals_its_formula(start: float, form: str) -> None:
+    compare(made("rezero", *FORMS[form], start=start), stack)
+    fresh = made("rezero", *FORMS[form], perturbed=False, start=start)
+    assert all(layer.own.a.tolist() == [pytest.approx(start)] for layer in fresh.sublayers())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fresh_model_is_the_identity(form: str) -> None:
+    compare(made("rezero", *FORMS[form], perturbed=False), lambda layers, ends, x, memory: x, tolerance=0.0)
 
 
 def test_at_first_the_numbers_alone_have_gradients_inside_the_blocks() -> None:

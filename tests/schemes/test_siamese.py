@@ -5,16 +5,15 @@ from math import sqrt
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
-from normscale.models.attention import Context
 from normscale.models.plan import resolve
 from normscale.schemes import Depth, Role
 from normscale.schemes.siamese import SiameseNorm
-from tests.schemes.test_residual import TOKENS, ln, shaken, skip_gradient
+from tests.schemes.test_residual import skip_gradient
+from tests.schemes.written import FORMS, branch, compare, ln, made
 
 FACTORS = {
     "paper": lambda block: sqrt(block + 1),
@@ -23,42 +22,38 @@ FACTORS = {
 }
 
 
-def paper(x: Tensor, sublayers: list[Any], ends: Any, factor: str, input_norm: bool) -> Tensor:
+# Norm(X + O / c) is made as Norm(c X + O): eps is c^2 times as small.
+
+
+def paper(layers: list[Any], ends: Any, x: Tensor, factor: str, input_norm: bool) -> Tensor:
     y = x
-    for sublayer in sublayers:
-        own, c = sublayer.own, FACTORS[factor](sublayer.site.block)
+    for layer in layers:
+        own, c = layer.own, FACTORS[factor](layer.site.block)
         seen = x + ln(y, own.y_norm)
-        out = sublayer.branch(ln(seen, own.in_norm) if input_norm else seen, Context())
-        x, y = ln(x + out / c, own.norm, 0.0), y + out
+        out = branch(layer, ln(seen, own.in_norm) if input_norm else seen)
+        x, y = ln(x + out / c, own.norm, 1e-5 / c**2), y + out
     return x + ln(y, ends.y_norm)
 
 
-def release(x: Tensor, sublayers: list[Any], ends: Any, factor: str, input_norm: bool) -> Tensor:
+def release(layers: list[Any], ends: Any, x: Tensor, factor: str, input_norm: bool) -> Tensor:
     """As it is written there: the norm of X comes first in a block, and last of all there are three."""
-    y, c = x, 1.0
-    heads = [ends.x_norm, *(sublayer.own.norm for sublayer in sublayers)]
-    for head, sublayer in zip(heads, sublayers, strict=False):
-        own = sublayer.own
-        x = ln(x, head, 1e-5 if head is ends.x_norm else 0.0)
-        c = FACTORS[factor](sublayer.site.block)
+    y, head, c = x, ends.x_norm, 1.0
+    for layer in layers:
+        own, x = layer.own, ln(x, head, 1e-5 / c**2)
         seen = x + ln(y, own.y_norm)
-        out = sublayer.branch(ln(seen, own.in_norm) if input_norm else seen, Context())
+        out = branch(layer, ln(seen, own.in_norm) if input_norm else seen)
+        head, c = own.norm, FACTORS[factor](layer.site.block)
         x, y = x + out / c, y + out
-    return ln(ln(x, heads[-1], 0.0) + ln(y, ends.y_norm), ends.out_norm)
+    return ln(ln(x, head, 1e-5 / c**2) + ln(y, ends.y_norm), ends.out_norm)
 
 
-@pytest.mark.parametrize("side", ["N", "M"])
+@pytest.mark.parametrize("form", ["encoder", "decoder"])
 @pytest.mark.parametrize("input_norm", [True, False])
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("form", [paper, release])
-def test_the_stack_equals_its_formula(form: Any, factor: str, input_norm: bool, side: str) -> None:
-    options = {"form": form.__name__, "factor": factor, "input_norm": input_norm}
-    model = shaken(**{"N": 0, "M": 0} | {side: 3}, scheme="siamese", scheme_options=options)
-    x = model.token[TOKENS] * 4.0 + model.sinusoids[:8]
-    # Norm(X + O / c) is made as Norm(c X + O): eps is c^2 times as small.
-    torch.testing.assert_close(
-        model.features(TOKENS), form(x, model.sublayers(), model.ends, factor, input_norm), rtol=1e-4, atol=1e-4
-    )
+@pytest.mark.parametrize("written", [paper, release])
+def test_the_stack_equals_its_formula(written: Any, factor: str, input_norm: bool, form: str) -> None:
+    model = made("siamese", *FORMS[form], form=written.__name__, factor=factor, input_norm=input_norm)
+    compare(model, lambda layers, ends, x, memory: written(layers, ends, x, factor, input_norm))
 
 
 @pytest.mark.parametrize("blocks", [1, 6, 18, 100, 1000])

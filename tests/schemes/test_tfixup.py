@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from normscale.config.schema import ModelConfig
-from normscale.models.attention import Context
 from normscale.models.builder import build
 from normscale.models.init import weights
 from normscale.norms import Norm
 from normscale.schemes import Depth
 from normscale.schemes.tfixup import TFixup
 from tests.schemes.gains import DOUBLE, SINGLE, gains
+from tests.schemes.written import FORMS, TOKENS, branch, compare, made
 
 # 0.67 N^(-1/4), (9N)^(-1/4) and (4N)^(-1/4), to five digits.
 TABLE = {
@@ -24,8 +25,6 @@ TABLE = {
     1000: (0.11914, 0.10267, 0.12574),
 }
 SIZE = {"d": 16, "heads": 2, "context": 8, "scheme": "tfixup", "positions": "sinusoidal"}
-TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-SOURCE = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(1))
 SCALED = ("v", "o", "in", "out")
 
 
@@ -71,14 +70,15 @@ def test_drawn_values_have_these_gains_and_there_is_nothing_else() -> None:
         assert float(weight.values.std()) == pytest.approx(gain * standard, rel=0.03), weight.name
 
 
-def test_the_stack_equals_its_formula() -> None:
-    model: Any = build(ModelConfig(**SIZE, N=2, M=3), 32, 0)
-    memory, x = (model.token[ids] * 4.0 + model.sinusoids[: ids.shape[1]] for ids in (SOURCE, TOKENS))
-    for sublayer in model.sublayers()[:4]:
-        memory = memory + sublayer.branch(memory, Context())
-    for sublayer in model.sublayers()[4:]:
-        x = x + sublayer.branch(x, Context(None, memory))
-    torch.testing.assert_close(model.features(TOKENS, source_BS=SOURCE), x, rtol=1e-4, atol=1e-5)
+def stack(layers: list[Any], ends: Any, x: Tensor, memory: Tensor | None) -> Tensor:
+    for layer in layers:
+        x = x + branch(layer, x, memory)
+    return x
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stack_equals_its_formula(form: str) -> None:
+    compare(made("tfixup", *FORMS[form]), stack)
 
 
 def moved(scheme: str, blocks: int) -> float:

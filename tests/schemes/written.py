@@ -14,6 +14,7 @@ from torch import Tensor
 from normscale.config.schema import ModelConfig
 from normscale.models.builder import build
 from normscale.schemes import Depth, Role, Scheme
+from tests.schemes.gains import ENDS
 
 TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 SOURCE = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(1))
@@ -40,10 +41,10 @@ def made(
     return found
 
 
-def ln(x: Tensor, norm: Any) -> Tensor:
+def ln(x: Tensor, norm: Any, eps: float = 1e-5) -> Tensor:
     """LayerNorm with the parameters of `norm`."""
     centred = x - x.mean(-1, keepdim=True)
-    return norm.gamma * centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() + norm.bias
+    return norm.gamma * centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() + norm.bias
 
 
 def attention(
@@ -81,35 +82,41 @@ def branch(layer: Any, x: Tensor, memory: Tensor | None = None) -> Tensor:
     return feedforward(layer, x) if layer.site.kind == "ffn" else attention(layer, x, memory)
 
 
-def compare(model: Any, stack: Stack) -> None:
+def beside(form: str) -> dict[str, Tensor]:
+    """What a model of this form takes besides its tokens."""
+    return {"source_BS": SOURCE} if form == "encoder-decoder" else {}
+
+
+def compare(model: Any, stack: Stack, tolerance: float = 1e-6) -> None:
     """Holds a model's features against `stack`, which gives the output of one side from its sublayers and ends."""
     embedded = {n: model.token[t] * 4.0 + model.sinusoids[: t.shape[1]] for n, t in (("x", TOKENS), ("s", SOURCE))}
-    layers, memory, beside = model.sublayers(), None, {}
+    layers, memory, given = model.sublayers(), None, {}
     if model.source_ends is not None:
         sources = [layer for layer in layers if layer.site.side == "encoder"]
         layers = layers[len(sources) :]
-        memory, beside = stack(sources, model.source_ends, embedded["s"], None), {"source_BS": SOURCE}
+        memory, given = stack(sources, model.source_ends, embedded["s"], None), {"source_BS": SOURCE}
     want = stack(layers, model.ends, embedded["x"], memory)
     # Constants are kept in fp32, and LayerNorm-Scaling's are no binary fractions.
-    torch.testing.assert_close(model.features(TOKENS, **beside), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.features(TOKENS, **given), want, rtol=tolerance, atol=tolerance)
 
 
-def gains(scheme: Scheme, N: int, M: int) -> Gains:
-    """Returns the gains of all weights at a depth by side, kind and part; asserts that biases and ends have gain 1."""
+def gains(scheme: Scheme, N: int, M: int, *, bias: bool = False) -> Gains:
+    """Returns the gains of all weights, or biases, at a depth by side, kind and part; asserts that ends have gain 1."""
     depth, found = Depth(N, M), Gains()
     for site in depth.sites():
         for part in PARTS[site.kind]:
-            gain = scheme.gain(depth, site, Role(site.kind, part))
+            gain = scheme.gain(depth, site, Role(site.kind, part, bias))
             found.setdefault((site.side, site.kind, part), set()).add(gain)
-    for role in (Role("embedding", "token"), Role("embedding", "position"), Role("head", "logits")):
-        assert scheme.gain(depth, None, role) == 1.0
+    for part, kind in ENDS.items():
+        assert scheme.gain(depth, None, Role(kind, part)) == 1.0  # type: ignore[arg-type]
     return found
 
 
 def assert_unit_gains(scheme: Scheme) -> None:
-    """Asserts that a scheme leaves the standard init as it is, at all depths."""
+    """Asserts that a scheme leaves the standard init as it is, biases included, at all depths."""
     for N, M in [*DEPTHS, *(BOTH if "encoder-decoder" in scheme.topologies else [])]:
-        assert all(gain == {1.0} for gain in gains(scheme, N, M).values())
+        for bias in (False, True):
+            assert all(gain == {1.0} for gain in gains(scheme, N, M, bias=bias).values())
 
 
 def owned(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
