@@ -1,6 +1,7 @@
 """Every claim of the checkout: its configurations are valid, its expectations can be judged, its smoke run runs."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from normscale.claims.claim import Claim, ProfileName, run_config, work_config
 from normscale.claims.discover import list_claims
 from normscale.claims.expect import Dies, Expectation, SlopeWithin, Thirds, Value
+from normscale.claims.judges.values import judge_value
 from normscale.claims.protocol import DEPTH, SMALL
 from normscale.claims.runner import planned, run_claims
 from normscale.claims.verdict import describe, judge
@@ -16,6 +18,7 @@ from normscale.config.schema import RunConfig
 from normscale.measures.config import MeasureConfig
 from normscale.measures.run import bound
 from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, measurement, record, results
+from tests.experiments.as_claimed import NUMBERS, as_claimed
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in list_claims(ROOT / "experiments")}
@@ -132,20 +135,21 @@ def test_seeds_are_as_many_as_the_depth_allows() -> None:
                 assert seeds >= least, (name, arm, depth)
 
 
-@pytest.mark.parametrize(
-    ("claim", "verdict"),
-    [
-        ("depth-deepnorm-trains", "supported"),
-        ("depth-prenorm-limit", "refuted"),  # by Pre-Norm models of 200 blocks and more that train
-        ("grad-init-theorem", "supported"),
-        ("growth-prenorm", "supported"),
-        ("depth-ablation", "supported"),
-        ("misinit-baselines", "supported"),
-        ("misinit-gradient", "supported"),
-        ("depth-postnorm-dies", "supported"),
-        ("update-bounded", "refuted"),
-    ],
-)
+THEORY = {
+    "depth-deepnorm-trains": "supported",
+    "depth-prenorm-limit": "refuted",  # by Pre-Norm models of 200 blocks and more that train
+    "grad-init-theorem": "supported",
+    "grad-postnorm-vanish": "supported",
+    "growth-prenorm": "supported",
+    "depth-ablation": "supported",
+    "misinit-baselines": "supported",
+    "misinit-gradient": "supported",
+    "depth-postnorm-dies": "supported",
+    "update-bounded": "refuted",
+}
+
+
+@pytest.mark.parametrize(("claim", "verdict"), THEORY.items())
 def test_what_follows_from_runs_as_theory_has_them(claim: str, verdict: str) -> None:
     own = CLAIMS[claim]
     judgement = judge(own, "cpu", results(own, "cpu", by_theory(own)))
@@ -179,6 +183,28 @@ def test_what_follows_from_measurements(name: str, numbers: dict[str, dict[str, 
     claim = CLAIMS[name]
     judgement = judge(claim, "cpu", results(claim, "cpu", lambda cell: measurement(numbers[cell.arm])))
     assert judgement.verdict == verdict, judgement.headline
+
+
+JUDGED = ("cpu", "gpu", "paper")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_follows_from_runs_as_the_source_has_them(name: str) -> None:
+    """And of every bar that a number has to lie beyond, that the other side of it is not met by the same runs."""
+    claim = CLAIMS[name]
+    for profile in [profile for profile in JUDGED if profile in claim.profiles]:
+        own = claim.at(profile)  # type: ignore[arg-type]
+        runs = results(claim, profile, as_claimed(claim))  # type: ignore[arg-type]
+        judgement = judge(claim, profile, runs)  # type: ignore[arg-type]
+        assert judgement.verdict == "supported", (profile, judgement.headline)
+        for bar in [e for e in (*own.control, *own.expect) if isinstance(e, Value)]:
+            turned = replace(bar, above=bar.below, below=bar.above)
+            assert judge_value(own, turned, runs).verdict == "refuted", (profile, bar)
+
+
+def test_every_claim_is_judged_on_runs_as_its_source_or_theory_has_them() -> None:
+    """A new claim goes into `as_claimed.NUMBERS`, with what its source says of each arm."""
+    assert NUMBERS.keys() | THEORY.keys() == CLAIMS.keys()
 
 
 def test_a_failure_at_a_thousand_blocks_is_the_depths_only_if_the_small_steps_train_elsewhere() -> None:
