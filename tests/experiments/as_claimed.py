@@ -30,9 +30,9 @@ NUMBERS: dict[str, dict[str, dict[str, Number]]] = {
         "unseen_loss": {"batchnorm-2x*": 0.5, "batchnorm-*": 0.2, "*": 0.0},
     },
     "batchnorm-ranks": {"loss_apart": {"own": 0.01, "*": 0.0}},
-    "branch-grows": {"branch_p50": {"*": (0.05, 0.5)}},
+    "branch-grows": {"branch_p50": {"*": (0.05, 0.5)}, "branch_grown": {"*": 0.8}},
     "depth-encdec": {"bleu": {"post *": 0.0, "pre *": 27.4, "*": 28.9}},  # DeepNet, Table 1, where Post-Norm diverged
-    "depth-helps": {"gap": {"*-deep *": 1.1, "*": 0.9}},
+    "depth-helps": {"gap": {"*-deep *": 1.1, "*-middle *": 1.0, "*": 0.9}},
     "depth-lr-sensitivity": {},
     "depth-max-lr": {  # Keel, Table 1, 64 sublayers
         "rate_tolerated": {
@@ -55,11 +55,14 @@ NUMBERS: dict[str, dict[str, dict[str, Number]]] = {
     },
     "eps-adam": {"adam_eps_share": {"* L6": 0.1, "*": 0.5}, "gap": {"eps-1e-15 *": 1.0, "*": 0.8}},
     "eps-nan": {
-        "bad_rows": {"*-1e-5": 0.0, "normal": 0.0, "*": 1.0},
+        "bad_rows": {"*-0": 1.0, "*": 0.0},
         "amplification": {"*-1e-5": 316.2, "*": 1e6},  # 1 / sqrt(eps)
     },
     "eps-range": {"gap": {"*-1e-5 *": 1.0, "*-1e-6 *": 1.0, "*": 0.8}},
-    "eps-range-static": {"error": {"1e-2-*": 0.005, "*": 1e-4}, "bad_rows": {"1e-8-*": 1.0, "*": 0.0}},
+    "eps-range-static": {
+        "error": {"1e-2-outside": 0.0099, "1e-2-*": 0.005, "*": 1e-4},
+        "bad_rows": {"1e-8-*": 1.0, "*": 0.0},
+    },
     "final-norm": {
         "logz_mean": {"without *": (0.0, 10.0), "*": (0.0, 1.0)},
         "logz_max": {"without L6": 20.0, "without *": 50.0, "*": 5.0},
@@ -90,7 +93,9 @@ NUMBERS: dict[str, dict[str, dict[str, Number]]] = {
     },
     "prenorm-needs-care": {},
     "qk-logits": {"attn_logit_max": {"qk-*": (1.0, 5.0), "*": (1.0, 100.0)}, "gap": {"qk-*": 1.1, "*": 0.9}},
+    "qk-logits-rate": {"rate_tolerated": {"qk *": 0.3, "*": 0.03}},
     "quality-post-over-pre": {"gap": {"pre *": 0.9, "*": 1.0}, "bleu": {"pre *": 27.0, "post *": 28.1, "*": 27.8}},
+    "rms-compute": {"ln_each": {"*": 7.005}, "rms_over_ln": {"*": 0.8}},
     "rms-faster": {"ln_over_ln": {"*": 1.0}, "rms_over_ln": {"*": 0.8}, "norm_share": {"*": 0.15}},
     "rms-mean-share": {"learned": {"*": 0.5}, "share_mean": {"*": 0.01}, "share_largest": {"*": 0.02}},
     "rms-same-quality": {"gap": {"*": 1.0}},

@@ -1,4 +1,4 @@
-"""Schemes that do something to a run (calibrate, project) or own small parameters, trained on several engines.
+"""Every scheme, trained on several engines one after the other in one process group: what each came to.
 
 It is started as `python -m tests.integration.schemes_worker OUT ENGINE...`, as one rank of one or of two; an engine is
 named as in `engines_worker`.
@@ -6,39 +6,45 @@ named as in `engines_worker`.
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from normscale.data.batches import Batches
-from normscale.data.task import load_task
+from normscale.data.task import Task, load_task
 from normscale.models.builder import build
+from normscale.schemes import scheme_names
 from normscale.train.engines.make import make_engine
 from normscale.train.engines.plain import PlainEngine
 from normscale.train.loop import Trainer
 from tests.integration.engines_worker import MODEL, config_of
 from tests.probes.test_probes import Notes
 
-STEPS = 6
-SCHEMES: dict[str, dict[str, Any]] = {
-    "admin": {"scheme": "admin"},
-    "ngpt": {"scheme": "ngpt", "activation": "swiglu", "tied": False, "segments": 0},
-    "hc": {"scheme": "hyper", "scheme_options": {"streams": 3}},
+STEPS = 2
+SCHEMES: dict[str, dict[str, Any]] = {name: {"scheme": name} for name in scheme_names()} | {
+    "admin-torch-trained": {"scheme": "admin-torch", "scheme_options": {"trained": True}},
+    "hyper": {"scheme": "hyper", "scheme_options": {"streams": 3}},
     "mhc": {"scheme": "hyper", "scheme_options": {"form": "mhc", "streams": 3, "iterations": 5}},
-    "residual": {"scheme": "residual"},
+    "ngpt": {"scheme": "ngpt", "activation": "swiglu", "tied": False, "segments": 0},
+    "rezero": {"scheme": "rezero", "scheme_options": {"start": 0.5}},  # whose branches reach nothing at first
 }
+
+
+@cache
+def task() -> Task:
+    return load_task(config_of("plain", "adam"))
 
 
 def trained(engine_name: str, scheme: str) -> dict[str, Any]:
     config = config_of(engine_name, "adam", model=MODEL | SCHEMES[scheme])
-    task = load_task(config)
-    model = build(config.model, task.vocab, 0)
-    first = Batches(task.train, batch=16, seed=0).window(0)[0]
+    model = build(config.model, task().vocab, 0)
+    first = Batches(task().train, batch=16, seed=0).window(0)[0]
     with torch.no_grad():
         model.scheme.calibrate(lambda: model(first.tokens_BT, **first.beside))
     engine = make_engine(model, config)
-    batches = Batches(task.train, batch=16, seed=0, accumulate=2, rank=engine.rank, world=engine.world)
+    batches = Batches(task().train, batch=16, seed=0, accumulate=2, rank=engine.rank, world=engine.world)
     trainer = Trainer(engine, config, [])
     results = [trainer.step(batches.window(step), Notes()) for step in range(STEPS)]
     with engine.whole() as tensors:

@@ -1,5 +1,6 @@
 """Whole models on the kernels: losses, gradients, statistics and records equal eager's; run in the interpreter."""
 
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from normscale.models.stack import Transformer
 from normscale.norms import norm as norms
 from normscale.norms import set_backend
 from normscale.ops.statistics import Buffers
+from normscale.schemes import find_scheme, scheme_names
 from normscale.tracking.reader import read_run
 from normscale.train.run import run
 
@@ -69,23 +71,60 @@ def test_a_model_on_the_kernels_is_the_eager_one(scheme: str, norm: str, topolog
     check_gradients(fused, eager, 1e-5)
 
 
-SUMS = {"b2t": 6, "hybridnorm": 3, "keel": 5, "mixln": 2, "spannorm": 6, "lns": 0, "normformer": 0, "subln": 0}
+SUMS = ("residual_norm", "residual_norm_handle", "add_norm")
+TRAINED = {"scheme": "admin-torch", "scheme_options": {"trained": True}}
+CALLS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "admin": ((6, 0, 0), (5, 0, 0)),
+    "admin-torch": ((0, 6, 0), (0, 5, 0)),
+    "admin-torch-trained": ((6, 0, 0), (5, 0, 0)),
+    "b2t": ((6, 0, 0), (5, 0, 0)),
+    "dsinit": ((0, 6, 0), (0, 5, 0)),
+    "hybridnorm": ((3, 0, 0), (3, 0, 0)),
+    "hyper": ((0, 0, 0), (0, 0, 0)),
+    "keel": ((5, 0, 0), (5, 0, 0)),
+    "layerscale": ((0, 0, 6), (0, 0, 6)),
+    "lns": ((0, 0, 6), (0, 0, 6)),
+    "mixln": ((2, 0, 0), (2, 0, 0)),
+    "normformer": ((0, 0, 6), (0, 0, 5)),
+    "residual": ((6, 0, 0), (5, 0, 0)),
+    "sandwich": ((0, 0, 6), (0, 0, 6)),
+    "siamese": ((6, 0, 0), (6, 0, 0)),
+    "spannorm": ((6, 0, 0), (6, 0, 0)),
+    "subln": ((0, 0, 6), (0, 0, 5)),
+}
+"""How many sums of a scheme each operation makes: in a decoder of 3 blocks, and in one block beside an encoder's one.
+
+Of a scheme that has no such form the second are those of an encoder of 3 blocks.
+"""
 
 
-@pytest.mark.parametrize(("scheme", "sums"), SUMS.items())
-def test_other_schemes_are_eagers_and_run_their_post_norm_sites_on_the_kernels(
-    scheme: str, sums: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("second", [False, True], ids=["decoder", "other"])
+@pytest.mark.parametrize("scheme", CALLS)
+def test_other_schemes_are_eagers_and_make_their_sums_on_the_kernels(
+    scheme: str, second: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called: list[str] = []
-    real = norms.residual_norm
-    monkeypatch.setattr(norms, "residual_norm", lambda *a, **k: called.append(k["backend"]) or real(*a, **k))
-    eager, fused = (model_of(backend, M=3, scheme=scheme) for backend in ("eager", "triton"))
-    (want, expected), (got, found) = (steps_of(model, both=False) for model in (eager, fused))
-    assert called == ["triton"] * sums
+    options = TRAINED if scheme == "admin-torch-trained" else {"scheme": scheme}
+    both = second and "encoder-decoder" in find_scheme(options["scheme"]).topologies
+    options = options | ({"N": 1, "M": 1} if both else {"N": 3, "M": 0} if second else {"M": 3})
+    called: Counter[str] = Counter()
+    for name in SUMS:
+        real = getattr(norms, name)
+        monkeypatch.setattr(norms, name, lambda *a, n=name, f=real, **k: called.update([n]) or f(*a, **k))
+    fused, eager = (model_of(backend, **options) for backend in ("triton", "eager"))
+    got, found = steps_of(fused, both)
+    assert tuple(called[name] for name in SUMS) == CALLS[scheme][second]
+    want, expected = steps_of(eager, both)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found.rows, expected.rows, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.grad_rows, expected.grad_rows, rtol=1e-4, atol=0)
+    for field, values in found._asdict().items():
+        bound = 0.0 if field == "grad_rows" else 1e-5
+        torch.testing.assert_close(values, getattr(expected, field), rtol=1e-4, atol=bound, msg=field)
     check_gradients(fused, eager, 1e-5)
+
+
+def test_every_scheme_that_has_norms_is_run_on_the_kernels() -> None:
+    everywhere = {"post", "deepnorm", "pre", "peri", "reordered"}
+    having = {name for name in scheme_names() if find_scheme(name).has_norms}
+    assert having | {"admin-torch-trained"} == everywhere | CALLS.keys()
 
 
 @pytest.mark.parametrize("options", [{"checkpointing": True}, {"norm_options": {"gain": False, "bias": False}}])
