@@ -53,7 +53,7 @@ CLAIM = Claim(
         for deeper, wider in PAIRS
     ),
     profiles=trained(
-        main=grid({"widest": 3, "wide": 5, "middle": 3, "deep": 5}),
+        main=grid(dict.fromkeys(DEPTHS, 5)),
         floor=grid(dict.fromkeys(DEPTHS, 3)),
     ),
     core=False,

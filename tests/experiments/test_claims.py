@@ -188,11 +188,7 @@ def test_what_follows_from_measurements(name: str, numbers: dict[str, dict[str, 
 JUDGED = ("cpu", "gpu", "paper")
 
 
-UNEQUAL = pytest.mark.xfail(reason="its shapes differ in seeds, so pairs of seeds lack runs", strict=True)
-CLAIMED = [pytest.param(name, marks=UNEQUAL if name == "depth-helps" else ()) for name in NUMBERS]
-
-
-@pytest.mark.parametrize("name", CLAIMED)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_what_follows_from_runs_as_the_source_has_them(name: str) -> None:
     """And of every bar that a number has to lie beyond, that the other side of it is not met by the same runs."""
     claim = CLAIMS[name]
