@@ -109,7 +109,7 @@ DEATHS = {"depth-encdec": ("post", 18), "prenorm-needs-care": ("pre-hot", 200)}
 """The arm of a claim that dies, and from which depth."""
 
 SWEPT: dict[str, dict[str, tuple[float, float]]] = {
-    "depth-lr-sensitivity": {"plain L24": (3e-3, 0.6), "*": (3e-3, 0.2)},
+    "depth-lr-sensitivity": {"plain L24": (3e-3, 0.6), "qk L24": (3e-3, 0.4), "*": (3e-3, 0.2)},
     "gamma-lr": {"*-quarter *": (3e-2, 0.3), "*": (1e-3, 0.3)},
 }
 """The best rate of an arm, and the nats lost in a decade away from it."""
