@@ -3,42 +3,46 @@
 Three kinds of step take turns on one model, in an order that changes from round to round: a bare one (forward,
 backward, optimizer, nothing looked at), the trainer's own between two measured ones ("always on": loss and gradient
 norm read, applied or not, ledger, spike scores), and a measured one with every probe that has no pass of its own. Cost
-is CPU time of the process on a CPU, since other processes do not count in it, and time on the device on a GPU.
+is CPU time of the process on a CPU, since other processes do not count in it, and time on the device on a GPU. Cells of
+Monitor do the same with a loop that somebody has written by hand; their bare step has no hook on any module.
 
 Each bound is *met* where the whole 95 % interval of the ratio lies below it, *missed* where it lies above, else *not
 resolved* by this many rounds. The interval is a bootstrap of the median over rounds. How many there are is declared
 before anything is measured: to stop once an interval looks right would make bounds met that are not.
+
+Timed apart: the always-on code by itself, a measurement of the model update (a forward pass on a fixed batch, which
+runs at an interval of its own), and how long it takes to append the records of a deep model to a spool. And counted:
+the bytes that the probes hold while a measured step is applied.
 """
 
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from normscale.config.schema import RunConfig
-from normscale.data.task import load_task
-from normscale.models.builder import build
 from normscale.tracking.spool import SpoolWriter
-from normscale.train.engines.make import make_engine
 from normscale.train.engines.ranks import world_size
-from normscale.train.loop import Trainer, summed_loss
-from normscale.train.session import Session, Silent
+from tests.bench_probes_loops import NEVER, Loop, MonitorLoop, TrainerLoop, clock
+from tests.bench_probes_told import draw, jsonable, lines_of, machine, record, table
+from tests.host_waits import device_waits
 
 EVERY = 50  # the interval of the amortised figure
 RESAMPLED = 2000
+ALONE = 200  # steps of the always-on code by itself
+MOST_BYTES = 16_000_000  # that probes may hold at 1000 blocks, the run-up apart
+MOST_APPEND_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,20 @@ class Cell:
     context: int
     compiled: bool = False
     processes: int = 1
+    monitor: bool = False
     rounds: int = 60
     always: float | None = None
     measured: float | None = None
+    most_bytes: int | None = None
 
-    def config(self) -> RunConfig:
+    @property
+    def row(self) -> str:
+        """What the table and the plot call it."""
+        words = [f"{self.blocks} blocks", f"d={self.d}" if self.d != 64 else ""]
+        words += [f"{self.processes} processes" if self.processes > 1 else "", "compiled" if self.compiled else ""]
+        return ("Monitor, " if self.monitor else "") + ", ".join(word for word in words if word)
+
+    def config(self, **probes: Any) -> RunConfig:
         return RunConfig(
             model={
                 "scheme": "deepnorm",
@@ -73,8 +86,8 @@ class Cell:
                 "compile": self.compiled,
             },
             data={"max_bytes": 400_000},
-            train={"steps": 10**6, "batch": self.batch, "optim": {"lr": 1e-5}},
-            probes={"every": 10**6},
+            train={"steps": NEVER, "batch": self.batch, "optim": {"lr": 1e-5}},
+            probes={"every": NEVER, **probes},
             tracking={"uri": None},
         )
 
@@ -89,10 +102,15 @@ CELLS = {
         Cell("d256", 24, 256, 8, 128, rounds=120, always=1.01, measured=1.05),
         Cell("d256 compiled", 24, 256, 8, 128, compiled=True, rounds=120, always=1.01, measured=1.05),
         Cell("500", 500, 64, 2, 64, rounds=20),
-        Cell("1000", 1000, 64, 2, 64, always=1.02),
+        Cell("1000", 1000, 64, 2, 64, always=1.02, most_bytes=MOST_BYTES),
+        Cell("monitor 100", 100, 64, 8, 64, monitor=True, rounds=40, always=1.01),
+        Cell("monitor 1000", 1000, 64, 2, 64, monitor=True, rounds=20, always=1.02, most_bytes=MOST_BYTES),
         Cell("smoke", 2, 32, 2, 16),
+        Cell("smoke x2", 2, 32, 2, 16, processes=2),
+        Cell("monitor smoke", 2, 32, 2, 16, monitor=True),
     )
 }
+USUAL = [name for name in CELLS if "smoke" not in name]
 
 
 @dataclass(frozen=True)
@@ -114,120 +132,67 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one cell came to. Seconds of CPU (or GPU) time a step; `alone_s` the always-on code by itself."""
+    """What one cell came to.
+
+    Attributes:
+        bare_s: CPU (or GPU) time of a bare step; alone_s: of the always-on code; update_s: of a model update.
+        held: bytes that the probes hold while a measured step is applied.
+        syncs: how often a bare, a plain and a measured step make the host wait for a GPU.
+    """
 
     cell: Cell
     rounds: int
     bare_s: float
     alone_s: float
-    syncs: tuple[int, int] | None
+    update_s: float
+    held: int
+    syncs: tuple[int, ...] | None
     ratios: tuple[Ratio, ...]
 
 
-class Bench:
-    """A trainer whose steps can be taken bare, plain or measured."""
+@dataclass(frozen=True)
+class Appended:
+    """Medians of the seconds that a spool takes for one array over a model's sites, and for all of a measured step."""
 
-    def __init__(self, cell: Cell, folder: Path) -> None:
-        config = cell.config()
-        task = load_task(config)
-        self.engine = make_engine(build(config.model, task.vocab, 0), config)
-        self.session = Session(config, task, self.engine)
-        self.trainer: Trainer = self.session.trainer
-        self.recorder: Any = SpoolWriter(folder, 1) if self.engine.rank == 0 else Silent()
-        self.window = self.session.batches.window(0)
-        self.measure = False
-        self.trainer.measures = lambda step: self.measure  # type: ignore[method-assign]
-        self.steps: dict[str, Callable[[], None]] = {
-            "bare": self.bare,
-            "always on": lambda: self.stepped(False),
-            "measured": lambda: self.stepped(True),
-        }
+    blocks: int
+    record_s: float
+    step_s: float
+    profiles: int
 
-    def bare(self) -> None:
-        """A step that nothing looks at."""
-        engine = self.engine
-        count = engine.count(sum(batch.n_targets for batch in self.window))
-        engine.zero_grad()
-        for i, batch in enumerate(self.window):
-            batch = batch.to(engine.device)
-            with engine.micro_batch(last=i == len(self.window) - 1):
-                with engine.autocast():
-                    logits = engine.model(batch.tokens_BT, None, **batch.beside)
-                loss = summed_loss(logits, batch.targets_BT)
-                engine.backward(loss * (engine.world / count))
-        self.trainer.optimizer.step()
-
-    def stepped(self, measured: bool) -> None:
-        """A step of the trainer."""
-        self.measure = measured
-        self.trainer.step(self.window, self.recorder)
-
-    def alone(self, tries: int = 200) -> float:
-        """Returns the seconds of a step's always-on code: what the trainer does beside the bare step, by itself."""
-        trainer, engine = self.trainer, self.engine
-        total = torch.zeros((), device=engine.device)
-        begun = clock(engine.device)
-        for i in range(tries):
-            loss, norm = engine.loss_and_norm(total, 1)
-            trainer.spikes.add(3.0 + i % 7 + loss)
-            trainer.grad_spikes.add(1.0 + i % 5 + norm)
-            trainer.provenance.begin()
-            for batch in self.window:
-                trainer.provenance.keep(batch)
-        return (clock(engine.device) - begun) / tries
-
-
-def clock(device: torch.device) -> float:
-    """Returns seconds: CPU time of this process, or wall time once the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.process_time()
+    @property
+    def verdict(self) -> str:
+        return "met" if self.record_s <= MOST_APPEND_S else "missed"
 
 
 def measure(cell: Cell, rounds: int) -> Measured:
     """Returns the costs of one cell, on this rank."""
     with tempfile.TemporaryDirectory() as name:
-        bench = Bench(cell, Path(name))
-        device = bench.engine.device
-        for step in [*bench.steps.values()] * 2:  # compiles, allocates
-            step()
-        taken: dict[str, list[float]] = {kind: [] for kind in bench.steps}
-        order = list(bench.steps)
+        loop: Loop = (MonitorLoop if cell.monitor else TrainerLoop)(cell.config(), Path(name))
+        for kind in [*loop.steps] * 2:  # compiles, allocates
+            loop.ready(kind)
+            loop.steps[kind]()
+        taken: dict[str, list[float]] = {kind: [] for kind in loop.steps}
+        order = list(loop.steps)
         for turn in range(rounds):
             for kind in order:
-                started = clock(device)
-                bench.steps[kind]()
-                taken[kind].append(clock(device) - started)
+                loop.ready(kind)
+                started = clock(loop.device)
+                loop.steps[kind]()
+                taken[kind].append(clock(loop.device) - started)
             order = order[1:] + order[:1] if turn % 2 else order[::-1]
-        alone_s = bench.alone()
-        syncs = host_reads(bench) if device.type == "cuda" else None
-        bench.recorder.close()
-        bench.engine.close()
+        loop.ready("measured")
+        alone_s, update_s, held = loop.alone(ALONE), loop.update_s(), loop.held()
+        syncs = tuple(map(device_waits, loop.steps.values())) if loop.device.type == "cuda" else None
+        loop.close()
     ratios = (
         ratio("always on", taken["always on"], taken["bare"], cell.always),
         ratio("measured step", taken["measured"], taken["always on"], cell.measured),
     )
     step = ratios[1]
     amortised = tuple(1 + (value - 1) / EVERY for value in (step.median, step.low, step.high))
-    bound = None if cell.measured is None else 1.005
-    every = Ratio(f"measured every {EVERY}", *amortised, bound)
-    return Measured(cell, len(taken["bare"]), statistics.median(taken["bare"]), alone_s, syncs, (*ratios, every))
-
-
-def host_reads(bench: Bench) -> tuple[int, int]:
-    """Returns how often a plain and a measured step make the host wait for the device."""
-    import warnings
-
-    counts = []
-    for kind in ("always on", "measured"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            bench.steps[kind]()
-            torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
-    return counts[0], counts[1]
+    every = Ratio(f"measured every {EVERY}", *amortised, None if cell.measured is None else 1.005)
+    bare_s = statistics.median(taken["bare"])
+    return Measured(cell, len(taken["bare"]), bare_s, alone_s, update_s, held, syncs, (*ratios, every))
 
 
 def ratio(what: str, taken: Sequence[float], against: Sequence[float], bound: float | None) -> Ratio:
@@ -236,6 +201,23 @@ def ratio(what: str, taken: Sequence[float], against: Sequence[float], bound: fl
     draws = np.random.default_rng(0).choice(ratios, (RESAMPLED, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return Ratio(what, float(np.median(ratios)), float(low), float(high), bound)
+
+
+def appended(blocks: int = 1000, profiles: int = 25, tries: int = 50) -> Appended:
+    """Returns how long a spool takes for the records of a deep model, which has two sites a block; in wall time."""
+    rows = np.random.default_rng(0).standard_normal(2 * blocks)
+    values = {"loss_train": 3.0, "grad_norm": 1.0, "lr": 1e-3, "spike": 0.0}
+    one, whole = [], []
+    with tempfile.TemporaryDirectory() as name, SpoolWriter(Path(name) / "run", 1) as spool:
+        for step in range(tries):
+            begun = time.perf_counter()
+            spool.metrics(step, step, values)
+            for _ in range(profiles):
+                before = time.perf_counter()
+                spool.profile(step, "stream_rms", rows)
+                one.append(time.perf_counter() - before)
+            whole.append(time.perf_counter() - begun)
+    return Appended(blocks, statistics.median(one), statistics.median(whole), profiles)
 
 
 def spawn(cell: Cell, rounds: int) -> Measured:
@@ -260,66 +242,9 @@ def spawn(cell: Cell, rounds: int) -> Measured:
     return Measured(**{**found, "cell": cell, "ratios": ratios})
 
 
-def show(found: Measured) -> None:
-    """Prints a cell."""
-    cell = found.cell
-    print(
-        f"\n{cell.name}: {cell.blocks} blocks, d={cell.d}, {cell.batch} x {cell.context} tokens,"
-        f" {'compiled' if cell.compiled else 'eager'}, {cell.processes} process(es); bare step"
-        f" {found.bare_s * 1000:.0f} ms, {found.rounds} rounds"
-    )
-    share = found.alone_s / found.bare_s
-    print(f"  always-on code alone    {found.alone_s * 1e3:8.3f} ms  {100 * share:.2f} % of a bare step")
-    if found.syncs is not None:
-        print(f"  host waits              plain {found.syncs[0]}, measured {found.syncs[1]}")
-    for one in found.ratios:
-        interval = f"[{100 * (one.low - 1):+.2f}, {100 * (one.high - 1):+.2f}]"
-        bound = "" if one.bound is None else f"  bound {100 * (one.bound - 1):+.1f} %: {one.verdict}"
-        print(f"  {one.what:22} {100 * (one.median - 1):+8.2f} %  {interval:>18}{bound}", flush=True)
-
-
-def record(found: Sequence[Measured]) -> dict[str, Any]:
-    """Returns all of it for a JSON file."""
-    processor = platform.processor() or platform.machine()
-    machine = {"torch": torch.__version__, "processor": processor, "cores": os.cpu_count()}
-    return {"machine": machine, "cells": [jsonable(one) for one in found]}
-
-
-def jsonable(found: Measured) -> dict[str, Any]:
-    """Returns one cell for a JSON file."""
-    ratios = [asdict(one) | {"verdict": one.verdict} for one in found.ratios]
-    return asdict(found) | {"ratios": ratios}
-
-
-def draw(found: Sequence[Measured], path: Path) -> None:
-    """Draws the intervals of all cells, with their bounds."""
-    from matplotlib.figure import Figure
-
-    kinds = ("always on", "measured step")
-    figure = Figure(figsize=(9, 1.2 + 0.42 * len(found)), layout="constrained")
-    for place, (axes, kind) in enumerate(zip(figure.subplots(1, 2, sharey=True), kinds, strict=True)):
-        for row, one in enumerate(found):
-            value = next(entry for entry in one.ratios if entry.what == kind)
-            percent = [100 * (x - 1) for x in (value.median, value.low, value.high)]
-            axes.plot(percent[1:], [row, row], color="#1f77b4", linewidth=3, solid_capstyle="round")
-            axes.plot(percent[0], row, "o", color="#1f77b4")
-            if value.bound is not None:
-                axes.plot([100 * (value.bound - 1)] * 2, [row - 0.35, row + 0.35], color="#d62728", linewidth=2)
-        axes.axvline(0, color="#999999", linewidth=0.8)
-        axes.set_xlabel(f"{kind}: cost over the step without, % (95 %)")
-        axes.grid(axis="x", color="#dddddd")
-        axes.set_axisbelow(True)
-        if not place:
-            axes.set_yticks(range(len(found)), [one.cell.name for one in found])
-            axes.invert_yaxis()
-    figure.suptitle("red: the bound", x=0.99, ha="right", fontsize=9)
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-probes", description=__doc__.splitlines()[0])
-    usual = [name for name in CELLS if name != "smoke"]
-    parser.add_argument("--cells", default=",".join(usual), help=f"of {', '.join(CELLS)} (default: all but smoke)")
+    parser.add_argument("--cells", default=",".join(USUAL), help=f"of {', '.join(CELLS)} (default: all but smoke)")
     parser.add_argument("--rounds", type=int, help="of each cell (default: what it declares, 20 to 120)")
     parser.add_argument("--out", type=Path, default=Path("reports/probes"), help="folder (default: %(default)s)")
     parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)
@@ -333,14 +258,16 @@ def main() -> None:
             asked.rank_out.write_text(json.dumps(jsonable(found)), encoding="utf-8")
         return
     assert world_size() == 1, "start it once; it starts its own ranks"
-    cells = []
+    where, cells = machine(), []
     for name in names:
         cell = CELLS[name]
         cells.append((spawn if cell.processes > 1 else measure)(cell, asked.rounds or cell.rounds))
-        show(cells[-1])
+        print("\n".join(["", *lines_of(cells[-1])]), flush=True)
+    spool = appended()
     asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "probes.json").write_text(json.dumps(record(cells), indent=1) + "\n", encoding="utf-8")
-    draw(cells, asked.out / "probes.png")
+    (asked.out / "probes.json").write_text(json.dumps(record(where, cells, spool), indent=1) + "\n", encoding="utf-8")
+    draw(where, cells, asked.out / "probes.png")
+    print("\n".join(["", *table(where, cells, spool)]))
     print(f"\nwritten: {asked.out / 'probes.json'}, {asked.out / 'probes.png'}")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from normscale.errors import StoreError
+from normscale.tracking import spool as spool_module
 from normscale.tracking.reader import is_written, next_attempt, read_run
 from normscale.tracking.spool import SPOOL, SpoolWriter
 
@@ -401,6 +402,20 @@ def test_a_thousand_layers_are_read_quickly(tmp_path):
     assert record.profiles["grad_norm"].data.shape == (30, 2000)
     assert len(record.profiles) == 7
     assert took < 0.5
+
+
+def test_an_array_over_a_thousand_layers_is_one_write_and_as_much_work_as_over_one(tmp_path, monkeypatch):
+    """It is to be appended within a millisecond; `make bench-probes` times it."""
+    write, strict, done = os.write, spool_module.strict, []
+    monkeypatch.setattr(os, "write", lambda fd, line: done.append("write") or write(fd, line))
+    monkeypatch.setattr(spool_module, "strict", lambda value: done.append("value") or strict(value))
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append("wait for the disk"))
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.profile(1, "stream_rms", np.zeros(1))
+        one, done[:] = list(done), []
+        spool.profile(2, "stream_rms", np.random.default_rng(0).random(2000))
+    assert done == one
+    assert (done.count("write"), done.count("value") > 1, "wait for the disk" in done) == (1, True, False)
 
 
 def test_the_records_can_be_waited_for(tmp_path, monkeypatch):
