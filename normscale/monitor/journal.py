@@ -13,7 +13,7 @@ from normscale.monitor.rows import BlockRows
 from normscale.probes.ledger import MOST_PENDING, Entry, Ledger, Tally, disagreements
 from normscale.probes.probe import Reading
 from normscale.probes.spikes import SpikeScore
-from normscale.tracking.record import Outcome
+from normscale.tracking.record import PROBE_S, Outcome
 
 STALLED = 5  # steps in a row that are not applied before an alarm is raised
 MOST_SPIKES_TOLD = 20
@@ -97,8 +97,8 @@ class Journal:
             says = "grad_norm= is less than the norm of the gradients, so not theirs before clipping: none by block"
             self.once(step, "unavailable", what="grad_norm", says=says, warn=True)
 
-    def end(self, outcome: Outcome, exit_code: int, steps: int, applied: int) -> None:
-        """Writes the end."""
+    def end(self, outcome: Outcome, exit_code: int, steps: int, applied: int, probe_s: Mapping[str, float]) -> None:
+        """Writes the end; `probe_s` are the seconds of each probe's own passes."""
         if rows := self.ledger.flush():
             self.records.ledger(rows)
         bad_step, bad_layer, bad_parameter = self.first_bad or (-1, -1, "")
@@ -112,6 +112,7 @@ class Journal:
             "bad_layer": bad_layer,
             "bad_parameter": bad_parameter,
             "seconds": time.perf_counter() - self._begun,
+            **{name + PROBE_S: seconds for name, seconds in probe_s.items()},
         }
         self.records.end(outcome, exit_code, summary)
 

@@ -307,7 +307,7 @@ class Monitor:
     def _end(self, outcome: Outcome, exit_code: int) -> None:
         self.closed = True
         self._open = False
-        self.journal.end(outcome, exit_code, self.steps, self.applied)
+        self.journal.end(outcome, exit_code, self.steps, self.applied, self.guard.seconds())
         self._leave()
         self.records.finish(stopped=outcome == "interrupted")
         with suppress(KeyError):

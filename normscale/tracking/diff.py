@@ -9,6 +9,7 @@ import numpy as np
 from normscale.config.sources import plain
 from normscale.tracking.draw import Look, log_span, resampled, span_of, sparkline
 from normscale.tracking.reader import RunRecord, at
+from normscale.tracking.record import PROBE_S
 from normscale.tracking.show import points
 from normscale.tracking.spool import strict
 from normscale.tracking.text import number
@@ -51,9 +52,9 @@ def differences(a: RunRecord, b: RunRecord) -> dict[str, Any]:
         "numbers": {
             key: (*pair, None if key in (*POSITIONS, *SIGNED) else relative(*pair))
             for key, pair in numbers.items()
-            if key not in COST
+            if not _is_cost(key)
         },
-        "cost": {key: (*pair, relative(*pair)) for key, pair in numbers.items() if key in COST},
+        "cost": {key: (*pair, relative(*pair)) for key, pair in numbers.items() if _is_cost(key)},
         "training": training(a, b),
         "profiles": _profiles_apart(a, b),
     }
@@ -210,6 +211,10 @@ def _apart(a: float, b: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return abs(b - a) / max(abs(a), abs(b))
+
+
+def _is_cost(key: str) -> bool:
+    return key in COST or key.endswith(PROBE_S)
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:

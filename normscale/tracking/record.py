@@ -133,6 +133,9 @@ quantity("applied", "steps", "first", "8-opt/applied", "optimizer steps applied 
 USER = "user/"
 """Scalars of another loop have names that begin so; what follows is theirs, and they are registered nowhere."""
 
+PROBE_S = "_probe_s"
+"""Ends the names, in a summary, of the seconds that a probe took for passes of its own; the probe's begins them."""
+
 MAX_KEYS = 80
 """Keys that one run has in MLflow at the most: with more, its charts take too long to open."""
 

@@ -13,7 +13,7 @@ from normscale.tracking.draw import Look, Plot, Points, span_of
 from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
 from normscale.tracking.mlflow_layout import is_foreign, model_class, outcome, settings_of
 from normscale.tracking.reader import RunRecord, at
-from normscale.tracking.record import TRAINED_NATS, USER, too_few
+from normscale.tracking.record import PROBE_S, TRAINED_NATS, USER, too_few
 from normscale.tracking.show_depth import depth
 from normscale.tracking.spool import strict
 from normscale.tracking.text import number
@@ -227,6 +227,8 @@ def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
     if _is_number(memory := value(record, "peak_memory_bytes")):
         found.append(("memory", f"{amount(memory, 'B')} at the most ({_n(record.summary.get('peak_memory_source'))})"))
     found.append(("time", _time(record, alive)))
+    if probes := _probes(record):
+        found.append(("probes", probes))
     if record.torn:
         found.append(("note", f"{record.torn} unreadable lines of its records are left out"))
     if lost := (record.end or {}).get("lost"):
@@ -269,6 +271,19 @@ def _time(record: RunRecord, alive: bool) -> str:
         begins = at(record, "from_step")
         said.append(f"attempt {record.attempt}" + (f", went on after step {begins}" if begins else ", from the start"))
     return ", ".join(said) or "-"
+
+
+def _probes(record: RunRecord) -> str:
+    """Returns what probes took for passes of their own, beside the training steps; empty where none made any."""
+    taken = {key.removesuffix(PROBE_S): value for key, value in record.summary.items() if key.endswith(PROBE_S)}
+    taken = {name: float(value) for name, value in taken.items() if _is_number(value) and value > 0}
+    seconds = record.summary.get("seconds")
+    whole = float(seconds or 0) if _is_number(seconds) else 0.0
+    if not taken:
+        return ""
+    share = f", {100 * sum(taken.values()) / whole:.2g} % of the run" if whole > 0 else ""
+    each = ", ".join(f"{name} {_seconds(value)}" for name, value in sorted(taken.items(), key=lambda one: -one[1]))
+    return f"passes of their own: {each}{share}"
 
 
 def _loss(record: RunRecord, look: Look) -> list[str]:

@@ -30,7 +30,7 @@ from normscale.probes.probe import Array, Probe
 from normscale.probes.stream_gradients import StreamGradients
 from normscale.probes.update import ModelUpdate
 from normscale.probes.weights import WeightUpdates
-from normscale.tracking.record import Outcome
+from normscale.tracking.record import PROBE_S, Outcome
 from normscale.tracking.spool import SpoolWriter
 from normscale.train.checkpoint import Checkpoints, random_state, set_random_state
 from normscale.train.engines.engine import Engine, guard_of
@@ -274,7 +274,7 @@ class Session:
             "seconds": self.seconds,
             "thread_s": self.thread_s,
             "checkpoint_s": self.checkpoint_s,
-            **{f"{name}_probe_s": seconds for name, seconds in self.probe_s.items()},
+            **{name + PROBE_S: seconds for name, seconds in self.probe_s.items()},
             **self.meter.summary(),
             "graphs": _compiled_graphs() - self._graphs_before,
             **{f"update@{step}": value for step, value in trainer.updates.items()},

@@ -324,9 +324,10 @@ def test_the_model_update_is_how_far_the_last_blocks_output_has_moved(tmp_path: 
         assert [block.training for block in model.blocks] == [True, False, True]
         moved.append(float((features(model) - before).norm(dim=-1).mean()))
         model.blocks[1].eval()
-    series = record(monitor).series["update"]
-    assert series.steps == [1, 2, 4]
-    assert series.values == pytest.approx([moved[0], moved[1], moved[3]], rel=1e-5)
+    found = record(monitor)
+    assert found.series["update"].steps == [1, 2, 4]
+    assert found.series["update"].values == pytest.approx([moved[0], moved[1], moved[3]], rel=1e-5)
+    assert 0 < found.summary["update_probe_s"] < found.summary["seconds"]
 
 
 def test_a_batch_for_the_model_update_that_cannot_be_run_is_refused(tmp_path: Path) -> None:

@@ -86,8 +86,24 @@ def test_losses_within_the_bound_or_without_a_common_step(tmp_path: Path) -> Non
 
 
 def test_numbers_have_their_relative_difference_and_speed_is_apart(tmp_path: Path) -> None:
-    ours = {"gap": -0.02, "loss_val": 2.5, "bad_step": -1, "unigram_nats": 3.0, "seconds": 10.0, "mfu": 0.2}
-    theirs = {"gap": 0.31, "loss_val": 2.0, "bad_step": 4, "unigram_nats": 3.0, "seconds": 150.0, "mfu": 0.2}
+    ours = {
+        "gap": -0.02,
+        "loss_val": 2.5,
+        "bad_step": -1,
+        "unigram_nats": 3.0,
+        "seconds": 10.0,
+        "mfu": 0.2,
+        "update_probe_s": 2.0,
+    }
+    theirs = {
+        "gap": 0.31,
+        "loss_val": 2.0,
+        "bad_step": 4,
+        "unigram_nats": 3.0,
+        "seconds": 150.0,
+        "mfu": 0.2,
+        "update_probe_s": 3.0,
+    }
     a, b = written(tmp_path, "a", {1: 5.0}, summary=ours), written(tmp_path, "b", {1: 5.0}, summary=theirs)
     found = differences(read_run(tmp_path / a), read_run(tmp_path / b))
     assert found["numbers"] == {
@@ -95,7 +111,7 @@ def test_numbers_have_their_relative_difference_and_speed_is_apart(tmp_path: Pat
         "loss_val": (2.5, 2.0, pytest.approx(-0.2)),
         "bad_step": (-1, 4, None),
     }
-    assert found["cost"] == {"seconds": (10, 150, pytest.approx(14))}
+    assert found["cost"] == {"seconds": (10, 150, pytest.approx(14)), "update_probe_s": (2, 3, pytest.approx(0.5))}
     text = shown(tmp_path, a, b)
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
     assert rows["gap"] == ["-0.02", "0.31", "+0.33"]  # no share of what lies near 0

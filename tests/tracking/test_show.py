@@ -58,6 +58,15 @@ def test_the_cost_of_a_run_is_shown_with_where_its_peak_is_from(tmp_path: Path) 
     assert "38 s of it in training steps" in text
 
 
+def test_what_probes_took_for_passes_of_their_own_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path, end=False)
+    assert "passes of their own" not in shown(tmp_path, run)
+    with SpoolWriter(tmp_path / run, 1) as spool:
+        taken = {"epsilon_probe_s": 1.25, "update_probe_s": 3.0, "adam_probe_s": 0.0, "layers_probe_s": "?"}
+        spool.end("finished", 0, taken | {"seconds": 100.0})
+    assert "probes     passes of their own: update 3 s, epsilon 1.25 s, 4.2 % of the run" in shown(tmp_path, run)
+
+
 def test_a_run_that_stopped_says_where_by_the_name_of_its_site(tmp_path: Path) -> None:
     text = shown(tmp_path, make_run(tmp_path, "post", 12, nan_at=17))
     assert text.splitlines()[0].endswith("stopped: not finite (exit code 3)")
