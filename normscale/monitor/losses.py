@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from normscale.probes.probe import Array, Hand, Probe, Reading
+from normscale.probes.sending import sent
 
 
 class StepProbe(Probe):
@@ -35,8 +36,8 @@ class Losses(StepProbe):
             self.bad.append(step)
 
     def hand_over(self) -> Mapping[str, Hand]:
-        sums = torch.tensor([self.loss, 1.0, len(self.bad)], dtype=torch.float64).to(self.device)
-        first = torch.tensor([-float(self.bad[0]) if self.bad else -torch.inf], dtype=torch.float64).to(self.device)
+        sums = sent([self.loss, 1.0, len(self.bad)], self.device)
+        first = sent([-float(self.bad[0]) if self.bad else -torch.inf], self.device)
         self.bad = []
         return {"sums": Hand(sums, "sum"), "first": Hand(first, "max")}
 

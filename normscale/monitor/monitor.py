@@ -65,7 +65,8 @@ class Monitor:
     DeepSpeed hand over the engine in place of the optimizer, or Accelerate's optimizer, whose step was made within
     `accelerator.backward`. Every rank makes a monitor and calls it alike; rank 0 writes.
 
-    It does not change training: no random numbers or gradients, and one number is read on the host a step. A step that
+    It does not change training: no random numbers or gradients. The host waits for a GPU once a step, as it does to
+    read a loss, once more where there is a loss scale, and once more on a recorded step. A step that
     is not applied is undone in whole: buffers that its forward passes wrote, such as running averages, are put back, of
     which a copy is kept each step. Micro-batches are kept by reference until the step is made: fill a new one each
     time, else a replay has other numbers, which its record then says. A replay calls the model again, and with it the

@@ -16,6 +16,7 @@ from normscale.monitor.pieces import local, norms_of, shared_squares
 from normscale.probes.gradients import Gradients as SublayerGradients
 from normscale.probes.gradients import depth_slope
 from normscale.probes.probe import Array, Hand, Reading
+from normscale.probes.sending import sent
 
 SAME = 1e-3  # relative difference of two norms that are the same
 
@@ -58,9 +59,9 @@ class BlockParameters(StepProbe):
             self.norms = torch.stack([present.to(self.device), given, torch.ones_like(given)])
         place = {id(p): i for i, p in enumerate(self.source.present())}
         groups = [[place[id(p)] for p in group if id(p) in place] for group in self.own]
-        self.sums[0] = torch.tensor([float(bool(group)) for group in groups])
+        self.sums[0] = sent([float(bool(group)) for group in groups], self.device)
         if flat := [i for group in groups for i in group]:
-            self.sums[1] = self._by_block(self.source.squares()[torch.tensor(flat, device=self.source.device)], groups)
+            self.sums[1] = self._by_block(self.source.squares()[sent(flat, self.source.device, torch.int64)], groups)
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -78,7 +79,7 @@ class BlockParameters(StepProbe):
             return  # gathered or given away meanwhile: nothing to compare
         lengths = norms_of(self.before)
         torch._foreach_add_(self.before, pieces)
-        self.sums[2] = torch.tensor([float(any(local(p).numel() for p in group)) for group in self.own])
+        self.sums[2] = sent([float(any(local(p).numel() for p in group)) for group in self.own], self.device)
         self.sums[3] = self._by_block(shared_squares(norms_of(self.before), flat), self.own)
         self.sums[4] = self._by_block(shared_squares(lengths, flat), self.own)
         self.before = []
@@ -130,4 +131,4 @@ class BlockParameters(StepProbe):
         """
         owner = [i for i, group in enumerate(groups) for _ in group]
         sums = torch.zeros(len(groups), dtype=torch.float64, device=self.device)
-        return sums.index_add_(0, torch.tensor(owner, device=self.device), squares.to(self.device))
+        return sums.index_add_(0, sent(owner, self.device, torch.int64), squares.to(self.device))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from normscale.probes.lengths import lost
+from normscale.probes.sending import sent
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -50,7 +51,7 @@ def norms_of(tensors: Sequence[Tensor], wide: torch.dtype = torch.float32) -> Te
     norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(full, 2, dtype=wide)])
     if len(full) == len(pieces):
         return norms
-    places = torch.tensor([i for i, piece in enumerate(pieces) if piece.numel()], device=device)
+    places = sent([i for i, piece in enumerate(pieces) if piece.numel()], device, torch.int64)
     return torch.zeros(len(pieces), dtype=wide, device=device).index_copy_(0, places, norms)
 
 
@@ -72,7 +73,7 @@ def shared_squares(norms: Tensor, like: Sequence[Tensor]) -> Tensor:
     """
     squares = norms.double().square()
     if any(is_dtensor(tensor) for tensor in like):
-        return squares * torch.tensor([share_of(tensor) for tensor in like], dtype=torch.float64).to(squares.device)
+        return squares * sent([share_of(tensor) for tensor in like], squares.device)
     return squares * share_of(like[0])
 
 

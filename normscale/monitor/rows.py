@@ -18,6 +18,7 @@ from normscale.monitor.outputs import block_statistics, main_tensor
 from normscale.probes.gradients import depth_slope
 from normscale.probes.headroom import Headroom
 from normscale.probes.probe import Array, Hand, Reading
+from normscale.probes.sending import sent
 
 NORM, ABSMAX, NONFINITE, SUM = range(4)
 
@@ -96,7 +97,7 @@ class BlockRows(StepProbe):
         self._empty()
 
     def hand_over(self) -> Mapping[str, Hand]:
-        counts = torch.tensor([self.seen, self.numel], dtype=torch.float64).to(self.device)
+        counts = sent([self.seen, self.numel], self.device)
         return {"counts": Hand(counts, "sum"), "sums": Hand(self.sums, "sum"), "maxima": Hand(self.maxima, "max")}
 
     def read(self, values: Mapping[str, Array]) -> Reading:

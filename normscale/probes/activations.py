@@ -11,6 +11,7 @@ from normscale.probes.gradients import depth_slope
 from normscale.probes.headroom import Headroom
 from normscale.probes.lengths import within
 from normscale.probes.probe import Array, Hand, Probe, Reading, Subject
+from normscale.probes.sending import sent
 
 
 class Activations(Probe):
@@ -58,7 +59,7 @@ class Activations(Probe):
     def hand_over(self) -> Mapping[str, Hand]:
         return {
             "sums": Hand(self.sums, "sum"),
-            "positions": Hand(torch.tensor([*map(float, self.positions.values())], device=self.sums.device), "sum"),
+            "positions": Hand(sent([*self.positions.values()], self.sums.device), "sum"),
             "maxima": Hand(self.maxima, "max"),
         }
 

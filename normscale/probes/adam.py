@@ -42,8 +42,8 @@ class AdamEpsilon(Probe):
         self.split, self.runs = subject.parameters.split, SiteSquares(subject.parameters).runs
         self.combined = subject.combined
         taken = [sum(s[-1][1] - s[0][0] for s in both if s) for both in subject.parameters.sites]
-        self.held = torch.tensor(subject.parameters.held, dtype=torch.float64)
-        self.padding = torch.tensor(taken, dtype=torch.float64) - self.held  # whose moments are 0
+        self.held = torch.tensor(subject.parameters.held, dtype=torch.float64, device=self.device)
+        self.padding = torch.tensor(taken, dtype=torch.float64, device=self.device) - self.held  # whose moments are 0
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -87,7 +87,7 @@ class AdamEpsilon(Probe):
         edges = []
         for group, state in zip(groups, states, strict=True):
             correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"], dtype=torch.float64)
-            edges.append((group["eps"] * correction.sqrt()).to(self.device, torch.float32))  # of sqrt(v) as it is kept
+            edges.append((group["eps"] * correction.sqrt()).float())  # of sqrt(v) as it is kept, 0-d: wherever it is
         for run in self.runs:
             for sites, start in _pieces(run, self.split):
                 which = int(start >= self.split)

@@ -167,7 +167,7 @@ class Ledger(Probe):
         after = self._sampled()
         if after is not None and self.before is not None:
             moved = (after != self.before).double()
-            self.changed = torch.stack([moved.sum(), moved.new_tensor(len(moved))])
+            self.changed = torch.stack([moved.sum(), moved.new_full((), len(moved))])
             self.before = None
 
     def hand_over(self) -> Mapping[str, Hand]:

@@ -121,10 +121,8 @@ class FlatParameters:
         Shape: result [len(groups)] fp64.
         """
         views = [self.grads[slice(*self.spans[name])] for group in groups for name in group]
-        owner = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self.grads.device)
-        norms = torch.cat([lengths(view[None]) for view in views])
-        sums = torch.zeros(len(groups), dtype=torch.float64, device=self.grads.device)
-        return sums.index_add_(0, owner, norms.square())
+        squares = torch.cat([lengths(view[None]) for view in views]).square()
+        return torch.stack([own.sum() for own in torch.split(squares, [len(group) for group in groups])])
 
     def faults(self) -> list[Fault]:
         """Returns the parameters whose gradients are not finite, in model order (for an event, not for every step)."""

@@ -19,6 +19,7 @@ from normscale.config.schema import OptimConfig, RunConfig
 from normscale.errors import LaunchError, RunFailed
 from normscale.models.stack import Transformer
 from normscale.probes.probe import Parameters, Span
+from normscale.probes.sending import sent
 from normscale.train.engines import zero_start
 from normscale.train.engines.engine import Engine
 from normscale.train.engines.ranks import join, own_device
@@ -227,7 +228,7 @@ class ZeroEngine(Engine):
         sums = torch.zeros(len(groups), dtype=torch.float64, device=self.device)
         if not taken:
             return sums
-        index = torch.tensor([i for i, _ in taken], device=self.device)
+        index = sent([i for i, _ in taken], self.device, torch.int64)
         return sums.index_add_(0, index, self._squares([grad for _, grad in taken]).to(self.device))
 
     @staticmethod
