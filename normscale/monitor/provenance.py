@@ -18,7 +18,7 @@ from normscale.monitor.window import shallow
 from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers
 from normscale.probes.culprit import LOSS, Culprit
-from normscale.probes.names import plain_name
+from normscale.probes.names import kind_of, plain_name
 from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
 from normscale.probes.probe import Array
 from normscale.probes.replay import Kept, replay
@@ -96,7 +96,7 @@ class Provenance:
         faults, entries = self._faults(engine, result)
         refused = ""
         if result.reason == "norm overflow":
-            culprit = agree(Culprit.norm_overflow(entries, device, type(self.inner).__name__))
+            culprit = agree(Culprit.norm_overflow(entries, device, kind_of(self.inner)))
         else:
             found, refused = (None, spared) if spared else self._replayed(engine, result)
             several = engine.world > 1 or len(self.kept) > 1
@@ -239,7 +239,7 @@ class Provenance:
 
     def _type(self, name: str) -> str:
         modules = {plain_name(own): module for own, module in self.inner.named_modules()}
-        return type(modules[name]).__name__ if name in modules else ""
+        return kind_of(modules[name]) if name in modules else ""
 
 
 class Surroundings:

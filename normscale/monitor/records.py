@@ -18,6 +18,7 @@ from torch import nn
 import normscale
 from normscale.errors import BadInput, StoreError
 from normscale.monitor.blocks import stack_starts
+from normscale.probes.names import kind_of
 from normscale.tracking.record import Outcome
 from normscale.tracking.spool import SpoolWriter
 
@@ -132,7 +133,7 @@ def facts(inner: nn.Module, device: torch.device, engine: str, world: int, block
             "threads": torch.get_num_threads(),
         },
         "model": {
-            "class": type(inner).__name__,
+            "class": kind_of(inner),
             "params": sum(int(getattr(p, "ds_numel", p.numel())) for p in parameters),  # a shard's whole
             "sites": len(blocks),
         },

@@ -158,6 +158,21 @@ def test_without_a_loss_function_rows_tell_the_block_and_say_so(tmp_path: Path) 
     assert [event["layer"] for event in events(record(monitor), "nonfinite")] == [-1, 2]
 
 
+def test_a_module_that_was_sharded_has_the_class_that_its_owner_wrote(tmp_path: Path) -> None:
+    """`fully_shard` gives every module a class of its own, of this module and name."""
+    model = net(4)
+    kinds = {type(module) for module in model.modules()}
+    own = {kind: type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch.distributed.fsdp._x"}) for kind in kinds}
+    for module in model.modules():
+        module.__class__ = own[type(module)]
+    Poison(model, "blocks.2.drop", INF)
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    (report,) = train(model, monitor, [marked(batches(1)[0])])
+    assert report.culprit is not None
+    assert (report.culprit.module, report.culprit.type) == ("blocks.2", "Block")
+    assert record(monitor).start["model"]["class"] == "Net"
+
+
 def test_without_a_loss_function_backward_rows_tell_the_last_block_first(tmp_path: Path) -> None:
     model = net(4)
     Poison(model, "blocks.2.proj", backward=True)
