@@ -1,17 +1,29 @@
 """What a loop can get wrong, and how it is told."""
 
 import inspect
+import math
 import numbers
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from normscale.errors import BadInput
 from normscale.monitor.blocks import is_deepspeed
+from normscale.monitor.counts import scheduler_steps
 from normscale.monitor.rows import BlockRows
+
+PRIVATE = ("_amp_foreach_non_finite_check_and_unscale_", "_foreach_norm")  # of torch, and without a public name
+
+
+def check_torch() -> None:
+    """Raises BadInput for a torch without what gradients are looked at by."""
+    for name in PRIVATE:
+        if not hasattr(torch, name):
+            raise BadInput(f"Monitor: torch {torch.__version__} has no torch.{name}; install torch 2.11, which has it")
 
 
 def check_settings(
@@ -54,7 +66,16 @@ def check_settings(
         resolve(uri)
 
 
-def check_step(optimizer: Any, loss: Any, grad_norm: Any) -> None:
+def check_alarms(stalled: Any, spike_sigmas: Any, spike_window: Any) -> None:
+    """Raises BadInput for settings of alarms that cannot be."""
+    for name, value, least in (("stalled", stalled, 1), ("spike_window", spike_window, 2)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise BadInput(f"Monitor({name}={value!r}): give a number of steps, {least} or more")
+    if not isinstance(spike_sigmas, int | float) or isinstance(spike_sigmas, bool) or not 0 < spike_sigmas < math.inf:
+        raise BadInput(f"Monitor(spike_sigmas={spike_sigmas!r}): give a number of standard deviations above 0")
+
+
+def check_step(optimizer: Any, loss: Any, grad_norm: Any, scheduler: Any) -> None:
     """Raises BadInput for arguments of a step that are not what they should be."""
     if not (is_deepspeed(optimizer) or hasattr(optimizer, "param_groups")):
         raise BadInput(f"monitor.step: a {type(optimizer).__name__} is no optimizer; give it first, then the loss")
@@ -68,6 +89,8 @@ def check_step(optimizer: Any, loss: Any, grad_norm: Any) -> None:
         raise BadInput(f"monitor.step: the loss is {odd}; give the window's loss as one number")
     if grad_norm is not None and (odd := _odd(grad_norm)):
         raise BadInput(f"monitor.step: grad_norm is {odd}; give the norm as one number, or leave it out")
+    if scheduler is not None and scheduler_steps(scheduler, 1) is None:
+        raise BadInput(f"monitor.step: scheduler= is a {type(scheduler).__name__}, which counts no steps; leave it out")
 
 
 def check_window(micro_batches: int, same: bool) -> None:

@@ -1,25 +1,63 @@
-"""How many steps an optimizer counts, against those that were applied."""
+"""How many steps an optimizer and a scheduler count, against those that were applied."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from normscale.errors import BadInput
+from normscale.monitor.losses import StepProbe
+from normscale.probes.probe import Array, Hand, Reading
 
 
-class OptimizerCount:
-    """Compares an optimizer's own count of steps with those that were applied since it was met.
+class Difference:
+    """Compares somebody's count of steps with those that were applied since they were met.
 
     One that was used or loaded before has steps of its own to begin with: only a later change of the difference is
-    told, and once. Another optimizer begins anew.
+    told, and once. Another one begins anew.
     """
 
     def __init__(self) -> None:
-        self.optimizer: Any = None
+        self.who: Any = None
         self._before: float | None = None  # steps of its own
-        self._last: float | None = None  # its count after the last step
         self._told = False
+
+    def meet(self, who: Any) -> bool:
+        """Takes the one to come; returns whether it is another."""
+        if who is self.who:
+            return False
+        self.who, self._before, self._told = who, None, False
+        return True
+
+    def since(self, count: float | None, applied: int, measured: bool) -> float | None:
+        """Returns what would be counted had it begun with this run; None where that is not to be compared."""
+        if count is None:
+            return None
+        if self._before is None:
+            self._before = count - applied
+        count -= self._before
+        if not measured or (count != applied and self._told):
+            return None
+        self._told = count != applied or self._told
+        return count
+
+
+class OptimizerCount(StepProbe):
+    """Compares an optimizer's own count of steps with those that were applied.
+
+    One that lies on a GPU, as of a fused optimizer, travels with the numbers of a measured step.
+    """
+
+    name = "counts"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.optimizer: Any = None
+        self._difference = Difference()
+        self._last: float | None = None  # its count after the last step
+        self._far: float | None = None  # the same, of one that lies on a GPU
 
     def check(self, optimizer: Any, scaled: bool) -> None:
         """Takes the optimizer of the step to come.
@@ -38,28 +76,53 @@ class OptimizerCount:
     def since(self, optimizer: Any, applied: int, measured: bool) -> float | None:
         """Returns what the optimizer would count had it begun with this run; None where that is not to be compared."""
         self._meet(optimizer)
-        self._last = optimizer_steps(optimizer)
-        if self._last is None:
-            return None
-        if self._before is None:
-            self._before = self._last - applied
-        count = self._last - self._before
-        if not measured or (count != applied and self._told):
-            return None
-        self._told = count != applied or self._told
-        return count
+        self._last, self._far = optimizer_steps(optimizer) if self._far is None else self._far, None
+        return self._difference.since(self._last, applied, measured)
+
+    def hand_over(self) -> Mapping[str, Hand]:
+        step = step_of(self.optimizer)
+        if isinstance(step, Tensor) and not near(step):
+            return {"steps": Hand(step.detach().reshape(1).to(self.device, torch.float64), "first")}
+        return {"steps": Hand(torch.full((1,), torch.nan, dtype=torch.float64, device=self.device), "first")}
+
+    def read(self, values: Mapping[str, Array]) -> Reading:
+        count = float(values["steps"][0])
+        self._far = None if math.isnan(count) else count
+        return Reading()
 
     def _meet(self, optimizer: Any) -> None:
-        if optimizer is not self.optimizer:
-            self.optimizer, self._before, self._last, self._told = optimizer, None, None, False
+        self.optimizer = optimizer
+        if self._difference.meet(optimizer):
+            self._last = None
 
 
 def optimizer_steps(optimizer: Any) -> float | None:
     """Returns how many steps an optimizer counts, where it says so without waiting for a device."""
+    step = step_of(optimizer)
+    return None if step is None or (isinstance(step, Tensor) and not near(step)) else float(step)
+
+
+def near(step: Tensor) -> bool:
+    """Returns whether the host can read a count without waiting for a device."""
+    return step.device.type == "cpu"
+
+
+def step_of(optimizer: Any) -> Any:
+    """Returns an optimizer's count of steps as it keeps it; None where it keeps none."""
     groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
     if not groups or not groups[0]["params"] or not isinstance(state, Mapping):
         return None
-    step = state.get(groups[0]["params"][0], {}).get("step")
-    if isinstance(step, Tensor):
-        return float(step) if step.device.type == "cpu" else None
-    return None if step is None else float(step)
+    return state.get(groups[0]["params"][0], {}).get("step")
+
+
+def scheduler_steps(scheduler: Any, world: int) -> float | None:
+    """Returns how many steps of the optimizer a scheduler has followed; None where it does not say.
+
+    One that Accelerate has prepared makes a step of its own for each process (its `split_batches` says otherwise).
+    """
+    own = getattr(scheduler, "scheduler", scheduler)
+    steps = getattr(own, "last_epoch", None)
+    if not isinstance(steps, int):
+        return None
+    joined = own is not scheduler and getattr(scheduler, "step_with_optimizer", False) and not scheduler.split_batches
+    return steps / world if joined else steps

@@ -1,6 +1,7 @@
 """DeepSpeed's engine, ZeRO 0 to 3: it makes the step itself, and says afterwards what it did."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class DeepSpeed(Engine):
         self.name = f"deepspeed-zero{self.stage}"
         self.known = int(engine.global_steps)
         self.norm_before: Any = None
+        self.scale_before = self._scale()
         self.unchecked = self.stage == 0 and not (engine.bfloat16_enabled() or engine.fp16_enabled())
 
     @property
@@ -49,10 +51,10 @@ class DeepSpeed(Engine):
 
     def attempt(self, asked: Attempt) -> Result | None:
         engine = self.engine
-        if asked.clip is not None or asked.grad_norm is not None or asked.scaler is not None:
+        if any(given is not None for given in (asked.clip, asked.grad_norm, asked.scaler, asked.scheduler)):
             raise BadInput(
-                "monitor.step: DeepSpeed clips, scales and measures by its own configuration; "
-                "leave clip, grad_norm and scaler out"
+                "monitor.step: DeepSpeed clips, scales, measures and steps schedulers by its own configuration; "
+                "leave clip, grad_norm, scaler and scheduler out"
             )
         hidden = hasattr(asked.optimizer, "gradient_state")  # an optimizer that Accelerate has prepared
         stepped = engine.global_steps != self.known
@@ -69,24 +71,44 @@ class DeepSpeed(Engine):
             return None
         if not stepped and self.unchecked:
             return self._checked_step(asked)
-        scale = self._scale()
+        scale = self.scale_before if stepped else self._scale()
+        at_floor = False
         if not stepped:
             asked.after_backward(self._shown(scale) if asked.norm_wanted and self.stage else None)
             asked.before_step()
-            engine.step()
+            at_floor = self._step()
         self.known = int(engine.global_steps)
         applied = bool(engine.was_step_applied())
         raw = engine.get_global_grad_norm()
         read = asked.norm_wanted or not applied or not isinstance(raw, Tensor)  # a tensor is read where it is asked for
         norm = resolved_norm(raw, applied, self.norm_before) if read else None
         self.norm_before = raw
-        return self._result(asked, applied, norm, scale)
+        result = self._result(asked, applied, norm, scale)
+        return replace(result, final=True) if at_floor and not applied else result
+
+    def _step(self) -> bool:
+        """Makes the engine's step; returns whether the engine ends the run should this one have been skipped.
+
+        ZeRO 1 to 3 raise an exception there, their loss scale being at its minimum, before anybody has heard where the
+        overflow was: they are kept from it.
+        """
+        scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
+        if not getattr(scaler, "raise_error_at_min_scale", False):
+            self.engine.step()
+            return False
+        at_floor = scaler.cur_scale == scaler.min_scale and 1 in (scaler.delayed_shift, scaler.cur_hysteresis)
+        scaler.raise_error_at_min_scale = False
+        try:
+            self.engine.step()
+        finally:
+            scaler.raise_error_at_min_scale = True
+        return bool(at_floor)
 
     def _result(self, asked: Attempt, applied: bool, norm: float | None, scale: float | None) -> Result:
         """Returns what the engine's step came to; whether the loss is finite is asked of all ranks where it matters."""
         loss = on_device(asked.loss, _device(self.engine))
         value = float(loss)
-        after = self._scale()
+        self.scale_before = after = self._scale()
         scales = None if scale is None or after is None else (scale, after)
         if applied:
             fine = norm is None or math.isfinite(norm)
@@ -101,7 +123,7 @@ class DeepSpeed(Engine):
             )
         bad_losses = float(self.sum((~torch.isfinite(loss)).double().reshape(1)))
         reason: Reason = "non-finite loss" if bad_losses else "non-finite gradient"
-        if not bad_losses and scale is not None and scale > 1.0:
+        if not bad_losses and scale is not None and scale > self._least_scale():
             reason = "loss scale overflow"
         return Result(reason, value, None if norm is None or math.isfinite(norm) else math.nan, None, None, scales)
 
@@ -111,7 +133,7 @@ class DeepSpeed(Engine):
         gradients = Gradients([p for p in engine.module.parameters() if p.requires_grad])
         gradients.fresh()
         asked.after_backward(gradients)
-        reason, loss, norm, _, _ = self._judge(asked, gradients, None, None)
+        reason, loss, norm, _, _ = self._judge(asked, gradients, None)
         if reason == "applied":
             asked.before_step()
             engine.step()
@@ -135,6 +157,16 @@ class DeepSpeed(Engine):
             return None
         found = getattr(self.engine.optimizer, "cur_scale", getattr(self.engine.optimizer, "loss_scale", None))
         return float(found) if isinstance(found, int | float | Tensor) else None
+
+    def _least_scale(self) -> float:
+        """Returns what the loss scale does not fall below; one that is static does not fall at all.
+
+        With hysteresis it does not fall at every overflow that is put down to it.
+        """
+        optimizer = self.engine.optimizer
+        scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))  # ZeRO's; stage 0's
+        dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
+        return float(getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0))) if dynamic else math.inf
 
 
 def _device(engine: Any) -> torch.device:

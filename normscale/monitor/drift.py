@@ -36,9 +36,11 @@ def drift_of(
     loss_fn: Callable[[Any, Any], Any],
     device: torch.device,
     every: int,
-    joint: Joint | None,
+    joint_now: Callable[[], Joint | None],
 ) -> Drift | None:
     """Returns the probe of a monitor that was given a batch for it; None without one.
+
+    `joint_now` gives what ranks say to each other around a pass; a model may be sharded between two.
 
     Raises:
         BadInput: the batch cannot be run, here or, where ranks make passes together, on another rank.
@@ -47,12 +49,13 @@ def drift_of(
     if batch is None:
         return None
     block = list(blocks.values())[-1] if blocks else inner
-    passing = nullcontext if joint is None else joint.passing
 
     def forward() -> None:
-        with passing():
+        joint = joint_now()
+        with nullcontext() if joint is None else joint.passing():
             loss_fn(inner, shallow(batch))
 
+    joint = joint_now()
     try:
         with nullcontext() if joint is None else joint.method("'update'"):
             return Drift(inner, block, forward, device, every)

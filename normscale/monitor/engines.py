@@ -34,6 +34,7 @@ class Attempt:
         grad_norm: the gradient norm, where the loop has measured it; it may have clipped the gradients, too. Below 0
             it says nothing.
         clip: the largest norm that gradients may have; None leaves them.
+        scheduler: the loop's, where it is to be looked at.
         norm_wanted: whether the step is measured, so that the norm is asked for.
         after_backward: called with the gradients when they are complete and not clipped yet; None where none are shown.
         before_step: called just before the parameters change, where that can be known.
@@ -44,6 +45,7 @@ class Attempt:
     scaler: Any = None
     grad_norm: Any = None
     clip: float | None = None
+    scheduler: Any = None
     norm_wanted: bool = False
     after_backward: Callable[[Shown | None], None] = _ignored
     before_step: Callable[[], None] = _nothing
@@ -61,6 +63,7 @@ class Result:
         gradients: the gradients, where they can be looked at and nobody has clipped them.
         scale: the loss scale of the step and the one after it.
         intact: whether the parameters are those before the step, so that it can be replayed.
+        final: whether the engine itself ends the run here.
     """
 
     reason: Reason
@@ -70,6 +73,7 @@ class Result:
     gradients: Gradients | None = None
     scale: tuple[float, float] | None = None
     intact: bool = True
+    final: bool = False
 
     @property
     def applied(self) -> bool:
@@ -110,6 +114,7 @@ class Engine:
         self.name = "ddp" if self.ddp else "plain"
         self._gradients: dict[int, Gradients] = {}
         self._gathers = False
+        self._joint: Joint | None = None
 
     @property
     def gathers(self) -> bool:
@@ -130,8 +135,13 @@ class Engine:
         return _reduced(values, dist.ReduceOp.MAX) if self.world > 1 else values
 
     def joint(self, inner: nn.Module, device: torch.device) -> Joint | None:
-        """Returns what ranks say to each other around passes of their own, where a model's parameters are in pieces."""
-        if self.world == 1 or not any(is_dtensor(p) or hasattr(p, "ds_tensor") for p in inner.parameters()):
+        """Returns what ranks say to each other around passes of their own, where a model's parameters are in pieces.
+
+        They may be so only later: `fully_shard` may be called on a model that is monitored.
+        """
+        if self.world == 1 or self._joint is not None:
+            return self._joint
+        if not any(is_dtensor(p) or hasattr(p, "ds_tensor") for p in inner.parameters()):
             return None
 
         def recover() -> None:
@@ -141,7 +151,8 @@ class Engine:
                     with suppress(RuntimeError):  # of one below the outermost, which has done it
                         reset()
 
-        return Joint(self.sum, device, self.rank, self.world, recover)
+        self._joint = Joint(self.sum, device, self.rank, self.world, recover)
+        return self._joint
 
     def learning_rate(self, optimizer: Any) -> float | None:
         """Returns the learning rate of an optimizer's first group."""
@@ -168,7 +179,7 @@ class Engine:
         scale = None if scaler is None else float(scaler.get_scale())
         found = None if scaler is None else _unscaled(scaler, optimizer)
         asked.after_backward(gradients)
-        reason, loss, norm, total, looked = self._judge(asked, gradients, found, scale)
+        reason, loss, norm, total, looked = self._judge(asked, gradients, found)
         clipped = norm
         if reason == "applied":
             if total is not None and asked.clip is not None and norm is not None:
@@ -185,7 +196,21 @@ class Engine:
         elif scaler is not None:
             scaler.update()
         scales = None if scale is None else (scale, float(scaler.get_scale()))
+        if scales is not None and reason not in ("applied", "non-finite loss") and self._lowered(scales, gradients):
+            reason = "loss scale overflow"
         return Result(reason, loss, norm, clipped, gradients if looked else None, scales)
+
+    def _lowered(self, scales: tuple[float, float], gradients: Gradients) -> bool:
+        """Returns whether a bad step can be put down to the loss scale, which has fallen for it, on some rank.
+
+        One that is static, or at its own floor, does not fall. GradScaler has no floor: at 1 and below, gradients are
+        no larger than the model's own.
+        """
+        before, after = scales
+        fallen = after < before and before > 1.0
+        if self._alike(gradients):
+            return fallen
+        return float(self.sum(torch.tensor([fallen], dtype=torch.float64, device=gradients.device))) > 0
 
     def _gradients_of(self, optimizer: Any) -> Gradients:
         """Returns the gradients of an optimizer's parameters, as they are now."""
@@ -196,9 +221,13 @@ class Engine:
             known = self._gradients[id(optimizer)] = Gradients(parameters)
         return known
 
-    def _judge(self, asked: Attempt, gradients: Gradients, found: Tensor | None, scale: float | None) -> Verdict:
+    def _alike(self, gradients: Gradients) -> bool:
+        """Returns whether every rank has the same gradients, so that all decide alike without a word."""
+        return self.world == 1 or (self.ddp and not gradients.sharded)
+
+    def _judge(self, asked: Attempt, gradients: Gradients, found: Tensor | None) -> Verdict:
         """Returns what is found; the host reads once: nobody could say without that whether to apply the step."""
-        alike = self.world == 1 or (self.ddp and not gradients.sharded)
+        alike = self._alike(gradients)
         device = gradients.device
         loss, norm, total = on_device(asked.loss, device), None, None
         if asked.grad_norm is not None:
@@ -219,15 +248,13 @@ class Engine:
             numbers[2:] = self.sum(numbers[2:])
         value, length, any_bad, bad_losses, unmeasured = numbers.tolist()
         if unmeasured:
-            return self._judge(replace(asked, grad_norm=None, norm_wanted=True), gradients, found, scale)
+            return self._judge(replace(asked, grad_norm=None, norm_wanted=True), gradients, found)
         if alike and self.world > 1:
             # A loss that is not finite on one rank, while all gradients are, does no harm there: it is only counted.
             bad_losses = float(self.sum(numbers[3:4])) if any_bad else 0.0
         reason: Reason = "applied"
         if bad_losses:
             reason = "non-finite loss"
-        elif any_bad and scale is not None and scale > 1.0:
-            reason = "loss scale overflow"
         elif any_bad:
             looked = asked.grad_norm is None and norm is not None
             entries = not looked or float(gradients.nonfinite() if alike else self.sum(gradients.nonfinite())) > 0
@@ -259,11 +286,20 @@ def _reduced(values: Tensor, how: Any) -> Tensor:
 
 
 def _unscaled(scaler: Any, optimizer: Any) -> Tensor:
-    """Takes the loss scale out of the gradients, once; returns whether some were not finite, as the scaler found."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    if state["stage"].name == "READY":
+    """Takes the loss scale out of the gradients, once; returns whether some were not finite, as the scaler found.
+
+    What a scaler has found has no public name.
+    """
+    try:
+        stage = scaler._per_optimizer_states[id(optimizer)]["stage"].name
+    except (AttributeError, KeyError, TypeError):
+        raise BadInput(
+            f"monitor.step: scaler= is a {type(scaler).__name__} that does not keep what torch's GradScaler keeps "
+            f"(this is torch {torch.__version__}); scale the loss by torch.amp.GradScaler, or leave scaler out"
+        ) from None
+    if stage == "READY":
         scaler.unscale_(optimizer)
-    elif state["stage"].name == "STEPPED":
+    elif stage == "STEPPED":
         raise BadInput("monitor.step: scaler.step was called already; leave the step to the monitor")
     found: list[Tensor] = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     return torch.stack([flag.reshape(()).to(found[0].device) for flag in found]).amax()

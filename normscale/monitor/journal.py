@@ -15,17 +15,19 @@ from normscale.probes.probe import Reading
 from normscale.probes.spikes import SpikeScore
 from normscale.tracking.record import PROBE_S, Outcome
 
-STALLED = 5  # steps in a row that are not applied before an alarm is raised
 MOST_SPIKES_TOLD = 20
 
 
 class Journal:
-    """Keeps the ledger and the spike scores, and writes metrics, profiles and events."""
+    """Keeps the ledger and the spike scores, and writes metrics, profiles and events.
 
-    def __init__(self, records: Records) -> None:
+    The score of the gradient norm is over steps whose norm is known, which may be the measured ones alone.
+    """
+
+    def __init__(self, records: Records, stalled: int, sigmas: float, window: int) -> None:
         self.records = records
-        self.ledger = Ledger(STALLED)
-        self.spikes, self.grad_spikes = SpikeScore(), SpikeScore()
+        self.ledger = Ledger(stalled)
+        self.spikes, self.grad_spikes = SpikeScore(sigmas, window), SpikeScore(sigmas, window)
         self.first_bad: tuple[int, int, str] | None = None
         self.loss = math.nan
         self._begun = time.perf_counter()
@@ -51,6 +53,11 @@ class Journal:
         )
         for event, fields in self.ledger.add(entry):
             self.records.event(step, event, **fields)
+            in_a_row, reasons = fields["in_a_row"], fields["reasons"]
+            self._say(
+                f"step {step}: {in_a_row} steps in a row were not applied ({reasons}); the weights are those of "
+                f"{in_a_row} steps before"
+            )
         measured = readings is not None
         if self._spiked(step, result) or measured or result.bad or not result.applied:
             self._write(step, applied, result, lr, readings or ())
@@ -70,9 +77,8 @@ class Journal:
 
     def warn(self, step: int, says: str, in_a_row: int) -> None:
         """Says on standard error that a step was not applied."""
-        if self.records.spool is not None:
-            again = f" ({in_a_row} in a row)" if in_a_row > 1 else ""
-            print(f"normscale: step {step} was not applied{again}: {says}", file=sys.stderr, flush=True)
+        again = f" ({in_a_row} in a row)" if in_a_row > 1 else ""
+        self._say(f"step {step} was not applied{again}: {says}")
 
     def once(self, step: int, event: str, warn: bool = False, **fields: Any) -> None:
         """Writes an event the first time it is called for it, and says it on standard error, where asked."""
@@ -80,8 +86,8 @@ class Journal:
             return
         self._said.add(key)
         self.records.event(step, event, **fields)
-        if warn and self.records.spool is not None:
-            print(f"normscale: {fields['says']}", file=sys.stderr, flush=True)
+        if warn:
+            self._say(fields["says"])
 
     def missing(self, step: int, engine: Engine, rows: BlockRows | None, parameters: BlockParameters | None) -> None:
         """Says once of each what the profiles of a measured step lack, or are of."""
@@ -116,6 +122,11 @@ class Journal:
         }
         self.records.end(outcome, exit_code, summary)
 
+    def _say(self, says: str) -> None:
+        """Says something on standard error, once for all ranks."""
+        if self.records.spool is not None:
+            print(f"normscale: {says}", file=sys.stderr, flush=True)
+
     def _spiked(self, step: int, result: Result) -> bool:
         """Returns whether the loss or the gradient norm has spiked; what a loss scale has spoilt does not count."""
         self.loss = result.loss
@@ -126,7 +137,7 @@ class Journal:
             if value is not None and score.add(value):
                 spiked = True
                 if math.isfinite(value) and score.spikes <= MOST_SPIKES_TOLD:
-                    self.records.event(step, "spike", of=of, value=value)
+                    self.records.event(step, "spike", of=of, value=value, sigmas=score.distance)
         return spiked
 
     def _write(self, step: int, applied: int, result: Result, lr: float | None, readings: Sequence[Reading]) -> None:

@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from normscale.arguments import exit_code_of
 from normscale.errors import BadInput, NonFiniteStop
 from normscale.monitor.blocks import Blocks, find_blocks, inner_of, is_deepspeed, refuse
-from normscale.monitor.checks import check_hooks, check_settings, check_step, check_window, numbers_of
-from normscale.monitor.counts import OptimizerCount
+from normscale.monitor.checks import (
+    check_alarms,
+    check_hooks,
+    check_settings,
+    check_step,
+    check_torch,
+    check_window,
+    numbers_of,
+)
+from normscale.monitor.counts import Difference, OptimizerCount, scheduler_steps
 from normscale.monitor.deepspeed import DeepSpeed
 from normscale.monitor.drift import drift_of
 from normscale.monitor.engines import Attempt, Engine, Result
@@ -72,8 +80,10 @@ class Monitor:
     time, else a replay has other numbers, which its record then says. A replay calls the model again, and with it the
     loop's own forward hooks on modules and gradient hooks on parameters.
     Hooks stay on the blocks until `close`. A copy of the model has none that work. A block that is replaced stops
-    reporting, which is recorded; a model that is moved goes on. What was compiled whole and run before has no hooks
-    that work, and is refused; re-entrant activation checkpointing of whole blocks, too.
+    reporting, which is recorded; a model that is moved, or sharded by `fully_shard`, goes on, but make its optimizer
+    then. One that is wrapped in DDP later goes on, too, with one small sum over ranks a step more. What was compiled
+    whole and run before has no hooks that work, and is refused; re-entrant activation checkpointing of whole blocks,
+    too.
     """
 
     def __init__(
@@ -89,6 +99,9 @@ class Monitor:
         clip: float | None = None,
         updates: bool = True,
         update_batch: Any = None,
+        stalled: int = 5,
+        spike_sigmas: float = 6.0,
+        spike_window: int = 128,
         config: Mapping[str, Any] | None = None,
         uri: str | None = None,
     ) -> None:
@@ -109,6 +122,10 @@ class Monitor:
             updates: Record how far a step moves each block; a recorded step then holds a copy of their parameters.
             update_batch: A micro-batch on which recorded steps measure how far what the last block puts out has moved
                 since the beginning (DeepNet's model update): a forward pass each time, by `loss_fn`.
+            stalled: Steps in a row that are not applied, for whatever reason, before an alarm is raised and said.
+            spike_sigmas: Standard deviations from the mean of those before that make a loss or gradient norm a spike.
+            spike_window: How many before it are taken: of the loss, steps. Of the gradient norm, steps whose norm is
+                known: all with `clip` or `grad_norm=`, else those that are recorded.
             config: Settings of the loop that the records should tell of, as {"lr": 1e-3}.
             uri: An MLflow store, as "sqlite:///mlflow.db", that a process beside this one keeps up to date.
 
@@ -116,6 +133,8 @@ class Monitor:
             BadInput: something that was given cannot be used, or the model is monitored already.
         """
         self.closed: bool = False
+        check_torch()
+        check_alarms(stalled, spike_sigmas, spike_window)
         check_settings(model, loss_fn, name, runs, every, on_nonfinite, clip, update_batch, config, uri)
         check_ranks()
         self.model, self.inner = model, inner_of(model)
@@ -127,25 +146,27 @@ class Monitor:
         self.engine: Engine = DeepSpeed(model, model) if is_deepspeed(model) else Engine(model)
         device = self._device()
         named = find_blocks(self.inner, blocks)
-        joint = self.engine.joint(self.inner, device)
+        joint = partial(self.engine.joint, self.inner, device)
         drift = drift_of(self.inner, named, update_batch, loss_fn, device, every, joint) if loss_fn else None
         self.records = Records(name, runs, self.engine.rank, self.engine.world)
         self.run_id, self.run_dir, self.blocks = self.records.run_id, self.records.run_dir, list(named)
         self.rows = BlockRows(named, device) if named else None
         self.parameters = BlockParameters(self.inner, named, device, updates) if named else None
-        self.losses = Losses(device)
-        probes: list[Probe] = [probe for probe in (self.losses, self.rows, self.parameters, drift) if probe is not None]
-        self.guard = Guard(probes, device, self.engine.rank, self.engine.world, joint)
+        self.losses, self._count = Losses(device), OptimizerCount(device)
+        all_probes = (self.losses, self._count, self.rows, self.parameters, drift)
+        probes: list[Probe] = [probe for probe in all_probes if probe is not None]
+        self.guard = Guard(probes, device, self.engine.rank, self.engine.world, joint())
         self.provenance = Provenance(self.inner, loss_fn, self.blocks)
-        self.journal = Journal(self.records)
+        self.journal = Journal(self.records, stalled, spike_sigmas, spike_window)
         self.steps = self.applied = self.in_a_row = 0
         self._measured = self._measure_next = False
         self._micro_batches, self._open = 0, False
-        self._count = OptimizerCount()
+        self._scheduled = Difference()
         _WATCHED[self.inner] = weakref.ref(self)
         self._leave = weakref.finalize(self, _leave, self.rows, self.provenance, self.records)
         self._leave.atexit = False  # without close() a run has no end, as if it had been killed
         settings = {"every": every, "on_nonfinite": on_nonfinite, "clip": clip, "loss_fn": loss_fn is not None}
+        settings |= {"stalled": stalled, "spike_sigmas": spike_sigmas, "spike_window": spike_window}
         loop = {"loop": dict(config)} if config else {}
         try:
             self.records.start(
@@ -172,9 +193,11 @@ class Monitor:
             self._measured = step == 1 or step % self.every == 0 or self._measure_next
             if self._measured:
                 self.guard.device = self.losses.device = device = self._device()
-                for probe in (self.rows, self.parameters):
+                for probe in (self._count, self.rows, self.parameters):
                     if probe is not None:
                         probe.device = device
+                if any(probe.passes for probe in self.guard.active):
+                    self.guard.joint = self.engine.joint(self.inner, device)
                 self.guard.call("begin", step)
         self._micro_batches += 1
         self.provenance.keep(batch, self._device())
@@ -183,7 +206,15 @@ class Monitor:
             rows.open()
         return MicroBatch(batch, partial(self._end_with, (self.steps, self._micro_batches)))
 
-    def step(self, optimizer: Any, loss: Tensor | float, *, grad_norm: Any = None, scaler: Any = None) -> StepReport:
+    def step(
+        self,
+        optimizer: Any,
+        loss: Tensor | float,
+        *,
+        grad_norm: Any = None,
+        scaler: Any = None,
+        scheduler: Any = None,
+    ) -> StepReport:
         """Makes the optimizer's step if the loss and all gradients are finite; returns what came of it.
 
         Args:
@@ -192,13 +223,15 @@ class Monitor:
             grad_norm: The L2 norm of the optimizer's gradients before clipping, where the loop has measured it; they
                 are then not looked at. Below 0 it is as if left out.
             scaler: The loop's GradScaler, whose `step` and `update` are called in its place.
+            scheduler: The learning-rate scheduler that the loop steps after each applied step. It is not stepped here;
+                recorded steps compare its count with the steps that were applied, and a difference is an event.
 
         Raises:
             NonFiniteStop: the step was not finite, and `on_nonfinite` says to stop; on every rank alike.
             BadInput: the call makes no sense where it stands.
         """
         self._usable("step")
-        check_step(optimizer, loss, grad_norm)
+        check_step(optimizer, loss, grad_norm, scheduler)
         check_window(self._micro_batches, self._count.optimizer in (None, optimizer))
         self._count.check(optimizer, scaler is not None)
         self._end_micro_batch()
@@ -208,7 +241,7 @@ class Monitor:
             check_hooks(rows, self.blocks, first=self.steps == 0)
         engine = self._engine(optimizer)
         asked = Attempt(
-            optimizer, loss, scaler, grad_norm, self.clip, self._measured,
+            optimizer, loss, scaler, grad_norm, self.clip, scheduler, self._measured,
             after_backward=self._after_backward, before_step=lambda: self._call("before_step"),
         )  # fmt: skip
         result = engine.attempt(asked)
@@ -225,12 +258,12 @@ class Monitor:
             says = f"the gradients of step {undone}, which was not applied, were not zeroed: call optimizer.zero_grad()"
             self.journal.once(self.steps, "not_zeroed", says=f"{says} after every monitor.step", warn=True)
         culprit = self._explain(engine, result) if result.bad else None
-        self._record(engine, optimizer, result)
+        self._record(engine, optimizer, scheduler, result)
         measured, self._measured, self._micro_batches = self._measured, False, 0
         # Without a replay only rows can tell a block: the next step has them, in case it goes wrong, too.
         self._measure_next = result.bad and self.provenance.loss_fn is None and not measured
         self.provenance.forget()
-        if result.bad and (self.on_nonfinite == "stop" or self._too_often()):
+        if result.bad and self._stops(result):
             said = culprit.sentence() if culprit is not None else result.reason
             self._end("nan", NonFiniteStop.exit_code)
             again = f", {self.in_a_row} in a row" if self.in_a_row > 1 else ""
@@ -269,18 +302,19 @@ class Monitor:
         Of many in a row the 1st, 2nd, 4th, 8th, ... are replayed and said on standard error: where training is dead, a
         replay each step would cost many times the step, and find the same.
         """
-        stops = self.on_nonfinite == "stop" or self._too_often()
+        stops = self._stops(result)
         told = stops or self.in_a_row & (self.in_a_row - 1) == 0
         spared = "" if told else f"{self.in_a_row} bad steps in a row: every power of two of them is replayed"
         found = self.provenance.seek(engine, result, self._live(self.rows), self._device(), spared)
         policy = self.on_nonfinite if isinstance(self.on_nonfinite, str) else f"stop after {self.on_nonfinite}"
+        policy = "stop" if result.final else policy
         self.journal.bad(self.steps, result, found, policy, self.in_a_row)
         culprit = Culprit.from_fields(found["culprit"]) if "culprit" in found else None
         if told and not stops:
             self.journal.warn(self.steps, culprit.sentence() if culprit is not None else result.reason, self.in_a_row)
         return culprit
 
-    def _record(self, engine: Engine, optimizer: Any, result: Result) -> None:
+    def _record(self, engine: Engine, optimizer: Any, scheduler: Any, result: Result) -> None:
         """Writes what the step came to, if it is measured or was not applied."""
         scale = result.scale[0] if result.scale else 1.0
         if self.rows is not None:
@@ -291,19 +325,34 @@ class Monitor:
             profiles = {name: row for reading in readings for name, row in reading.profiles.items()}
             self.provenance.profiles.append((self.steps, profiles))
         changed = self.parameters.changed if self.parameters is not None and self._measured else None
-        counts = Tally(self.applied, self._count.since(optimizer, self.applied, self._measured), changed=changed)
+        counts = Tally(
+            self.applied,
+            self._count.since(optimizer, self.applied, self._measured),
+            changed=changed,
+            scheduler=self._followed(engine, scheduler, self.applied - result.applied),
+        )
         lr = engine.learning_rate(optimizer)
         self.journal.add(self.steps, self.applied, result, lr, counts, readings if self._measured else None)
         for probe, reason in self.guard.news():
             self.records.event(self.steps, "probe_off", probe=probe, reason=reason)
         self.journal.missing(self.steps, engine, self._live(self.rows), self._live(self.parameters))
 
+    def _followed(self, engine: Engine, scheduler: Any, applied: int) -> float | None:
+        """Returns how many steps a scheduler has followed since it was first given; None: not to be compared."""
+        if scheduler is None:
+            return None
+        self._scheduled.meet(scheduler)
+        return self._scheduled.since(scheduler_steps(scheduler, engine.world), applied, self._measured)
+
     def _live(self, probe: _P | None) -> _P | None:
         """Returns the probe if this step is measured and it is not switched off."""
         return probe if probe is not None and self._measured and probe in self.guard.active else None
 
-    def _too_often(self) -> bool:
-        return not isinstance(self.on_nonfinite, str) and self.in_a_row >= self.on_nonfinite
+    def _stops(self, result: Result) -> bool:
+        """Returns whether a bad step ends the run."""
+        if isinstance(self.on_nonfinite, str):
+            return result.final or self.on_nonfinite == "stop"
+        return result.final or self.in_a_row >= self.on_nonfinite
 
     def _end(self, outcome: Outcome, exit_code: int) -> None:
         self.closed = True

@@ -78,6 +78,7 @@ class Tally:
         lr: the learning rate in the optimizer.
         lr_due: what the schedule gives for the last applied step.
         changed: share of the (sampled) parameters that are not what they were before the step.
+        scheduler: steps that a scheduler has followed before this one.
     """
 
     applied: int
@@ -85,6 +86,7 @@ class Tally:
     lr: float | None = None
     lr_due: float | None = None
     changed: float | None = None
+    scheduler: float | None = None
 
 
 def disagreements(entry: Entry, counts: Tally) -> list[str]:
@@ -97,6 +99,9 @@ def disagreements(entry: Entry, counts: Tally) -> list[str]:
             f"the learning rate is {counts.lr:.6g}, the schedule has {counts.lr_due:.6g} for applied step "
             f"{counts.applied}"
         )
+    before = counts.applied - entry.applied
+    if counts.scheduler is not None and counts.scheduler != before:
+        said.append(f"the scheduler counts {counts.scheduler:g} steps, {before} were applied before this one")
     if counts.changed is not None and not entry.applied and counts.changed > 0:
         said.append(f"the step was not applied ({entry.reason}), but {counts.changed:.2%} of the parameters changed")
     moves = entry.lr != 0 and entry.norm not in (None, 0)

@@ -1,10 +1,12 @@
-"""One of two ranks: trains as DDP, FSDP2 or Accelerate, with a fault on the second rank alone.
+"""One of two ranks: trains in several ways, one after the other, with a fault on the second rank alone.
 
-It is started as `python -m tests.monitor.ranks_worker KIND OUT`, with torch's variables for ranks in the environment.
+It is started as `python -m tests.monitor.ranks_worker OUT`, with torch's variables for ranks in the environment.
 """
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,21 @@ from torch import Tensor, nn
 import normscale
 from normscale.errors import NonFiniteStop
 from normscale.monitor.drift import Drift
-from tests.monitor.made import Poison, batches, loss_fn, marked, net
+from tests.monitor.made import Net, Poison, batches, loss_fn, marked, net
 
-KIND, OUT = sys.argv[1], Path(sys.argv[2])
+OUT = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
+
+KINDS = ("ddp", "ddp-late", "fsdp2", "fsdp2-late", "warm-up", "accelerate", "accelerate-fsdp2")
+"""In the late ones the model is wrapped, or sharded, when it is monitored already."""
 
 
 def whole(p: Tensor) -> Tensor:
     return p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
 
 
-def fail_at(step: int) -> None:
+@contextmanager
+def failing_at(step: int) -> Iterator[None]:
     """Lets the probe of the model update fail before its pass."""
     original = Drift.after_step
 
@@ -36,62 +42,93 @@ def fail_at(step: int) -> None:
         original(self, at)
 
     Drift.after_step = after_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Drift.after_step = original  # type: ignore[method-assign]
 
 
-def main() -> None:
+def wrapped(kind: str, inner: Net) -> nn.Module:
+    if not kind.startswith("fsdp2"):
+        return nn.parallel.DistributedDataParallel(inner)
+    from torch.distributed.fsdp import fully_shard
+
+    for block in inner.blocks:
+        fully_shard(block)
+    fully_shard(inner)
+    return inner
+
+
+def accelerator_of(kind: str) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    plugin = None
+    if kind.endswith("fsdp2"):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            cpu_ram_efficient_loading=False,
+        )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    if plugin is not None:  # which Accelerate itself leaves out on a CPU
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    return accelerator
+
+
+def trained(kind: str) -> dict[str, Any]:
+    """Returns what this rank has to say of one way to train."""
     inner = net(3)
-    accelerator: Any = None
-    if KIND.startswith("accelerate"):
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        torch.manual_seed(RANK)
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    more: dict[str, Any] = {"every": 2, "on_nonfinite": 2}
+    faults, size = (4, 7, 8), 2
+    if kind.startswith("fsdp2"):
+        more |= {"clip": 0.05, "update_batch": batches(1, seed=10 + RANK)[0]}
+    if kind == "warm-up":
+        faults, size = (4,), 4
     model: nn.Module = inner
-    if KIND == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        for block in inner.blocks:
-            fully_shard(block)
-        fully_shard(inner)
-    elif KIND == "ddp":
-        model = nn.parallel.DistributedDataParallel(inner)
+    monitor = None
+    Poison(inner, "blocks.1.proj")
+    if kind.endswith("late"):
+        monitor = normscale.Monitor(inner, loss_fn, runs=OUT / kind, **more)
+    accelerator = accelerator_of(kind) if kind.startswith("accelerate") else None
+    if accelerator is None:
+        model = wrapped(kind, inner)
     optimizer: Any = torch.optim.SGD(inner.parameters(), 0.1)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(inner, optimizer)
-    Poison(inner, "blocks.1.proj")
-    data = batches(20, seed=10 + RANK)
-    more: dict[str, Any] = {"clip": 0.05, "update_batch": data[0]} if KIND == "fsdp2" else {}
-    monitor = normscale.Monitor(model, loss_fn, runs=OUT / "runs", every=2, on_nonfinite=2, **more)
-    if KIND == "fsdp2" and RANK == 1:
-        fail_at(6)
+        torch.manual_seed(RANK)
+    monitor = monitor or normscale.Monitor(model, loss_fn, runs=OUT / kind, **more)
     said: dict[str, Any] = {"run_id": monitor.run_id, "reports": [], "weights": [], "stopped": ""}
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    windows = [data[i : i + 2] for i in range(0, 20, 2)]
+    due = (lambda step: min(1.0, (1 + step) / 10)) if kind == "warm-up" else (lambda step: 1 / (1 + step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, due)
+    data = batches(9 * size if kind == "warm-up" else 10 * size, seed=10 + RANK)
+    windows = [data[i : i + size] for i in range(0, len(data), size)]
     try:
         for step, window in enumerate(windows, start=1):
-            fault = RANK == 1 and step in (4, 7, 8)
             total = torch.zeros(())
             for index, batch in enumerate(window):
-                batch = marked(batch) if fault and index == 1 else batch
+                batch = marked(batch) if RANK == 1 and step in faults and index == 1 else batch
                 if accelerator is not None:
                     with accelerator.accumulate(model), monitor.micro_batch(batch):
                         loss = loss_fn(model, batch)
                         accelerator.backward(loss)
-                        report = monitor.step(optimizer, loss)
+                        report = monitor.step(optimizer, loss, scheduler=scheduler)
                         optimizer.zero_grad()
                     continue
                 monitor.micro_batch(batch)
-                loss = loss_fn(model, batch) / 2
-                if KIND == "ddp" and index == 0:
+                loss = loss_fn(model, batch) / size
+                if model is not inner and index < size - 1:
                     with model.no_sync():  # type: ignore[operator]
                         loss.backward()
                 else:
                     loss.backward()
                 total += loss.detach()
             if accelerator is None:
-                report = monitor.step(optimizer, total)
+                report = monitor.step(optimizer, total, scheduler=scheduler)
                 optimizer.zero_grad()
             if report.applied:
                 scheduler.step()
@@ -102,6 +139,15 @@ def main() -> None:
         said["stopped"] = str(error)
     said["steps"], said["lr"] = monitor.steps, scheduler.get_last_lr()[0]
     monitor.close()
+    return said
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    said = {}
+    for kind in KINDS:
+        with failing_at(6 if kind.startswith("fsdp2") and RANK == 1 else 0):
+            said[kind] = trained(kind)
     torch.save(said, OUT / f"rank{RANK}.pt")
     dist.destroy_process_group()
 

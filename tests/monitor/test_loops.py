@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import normscale
 from normscale.cli import main
-from normscale.errors import BadInput, StoreError
+from normscale.errors import BadInput, NonFiniteStop, StoreError
 from tests.monitor.made import Poison, adamw, batches, events, loss_fn, marked, net, record, train
 
 
@@ -124,6 +124,47 @@ def test_a_gradient_scaler_is_worked_for_the_loop(tmp_path: Path) -> None:
     assert found.series["loss_scale"].values[:2] == [2.0**100, 2.0**99]
     assert events(found, "nonfinite") == []
     assert found.series["nonfinite"].values == [0.0] * 4
+
+
+class Floor(torch.amp.GradScaler):
+    """A loss scale that does not fall below 8."""
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        super().update(max(8.0, self.get_scale()))
+
+
+class Static(torch.amp.GradScaler):
+    """A loss scale that stays what it is."""
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(self.get_scale())
+
+
+@pytest.mark.parametrize(("kind", "stops_at"), [(torch.amp.GradScaler, 7), (Floor, 4), (Static, 3)])
+def test_an_overflow_that_does_not_lower_the_scale_is_the_models(kind: Any, stops_at: int, tmp_path: Path) -> None:
+    """PR-015: from 2^4, so that four steps are the scale's, or one, or none; three more end the run."""
+    model = net(2)
+    Poison(model, "blocks.1.proj", float("inf"), backward=True, always=True)
+    scaler = kind("cpu", init_scale=2.0**4)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, on_nonfinite=3)
+    optimizer, reasons = adamw(model), []
+
+    def loop() -> None:
+        for batch in batches(10):
+            with monitor.micro_batch(batch):
+                loss = loss_fn(model, batch)
+                scaler.scale(loss).backward()
+            reasons.append(monitor.step(optimizer, loss, scaler=scaler).reason)
+            optimizer.zero_grad()
+
+    with pytest.raises(NonFiniteStop, match=rf"stopped at step {stops_at}, 3 in a row: .*blocks\.1\.proj") as stopped:
+        loop()
+    assert stopped.value.exit_code == 3
+    assert reasons == ["loss scale overflow"] * (stops_at - 3) + ["non-finite gradient"] * 2
+    found = record(monitor)
+    assert found.end is not None
+    assert (found.end["outcome"], len(events(found, "nonfinite"))) == ("nan", 3)
 
 
 def test_gradients_with_a_scale_are_recorded_without_it(tmp_path: Path) -> None:
@@ -249,6 +290,9 @@ def test_a_step_without_gradients_or_without_a_forward_says_so(tmp_path: Path) -
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore'"),
         ({"on_nonfinite": True}, "on_nonfinite=True"),
         ({"clip": -1}, "clip=-1"),
+        ({"stalled": 0}, "stalled=0"),
+        ({"spike_window": 1}, "spike_window=1.*2 or more"),
+        ({"spike_sigmas": 0}, "spike_sigmas=0"),
         ({"loss_fn": 3}, "loss_fn"),
         ({"name": "///"}, "name='///'"),
         ({"blocks": "nothing"}, "matches no module"),

@@ -1,6 +1,7 @@
 """Loops that hand over what cannot be used: one line that names it, before anything is changed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 import normscale
 from normscale.errors import BadInput
-from tests.monitor.made import Net, adamw, batches, events, loss_fn, net, record, train
+from normscale.monitor.counts import scheduler_steps
+from tests.monitor.made import Net, Poison, adamw, batches, events, loss_fn, marked, net, record, train
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,20 @@ def test_a_loop_that_works_its_scaler_itself_is_told_so(tmp_path: Path) -> None:
     monitor.close()
 
 
+def test_what_torch_does_not_promise_to_keep_is_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(1)
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 2.0)
+    with monitor.micro_batch():
+        loss_fn(model, batches(1)[0]).backward()
+    with pytest.raises(BadInput, match=r"scaler= is a SimpleNamespace that does not keep .* by torch\.amp\.GradScaler"):
+        monitor.step(adamw(model), 1.0, scaler=scaler)
+    monitor.close()
+    monkeypatch.delattr(torch, "_foreach_norm")
+    with pytest.raises(BadInput, match=r"torch .* has no torch\._foreach_norm; install torch 2\.11"):
+        normscale.Monitor(model, runs=tmp_path)
+
+
 def test_an_optimizer_that_was_used_before_is_no_disagreement(tmp_path: Path) -> None:
     model = net(1)
     used = adamw(model)
@@ -147,6 +163,70 @@ def test_an_optimizer_that_was_used_before_is_no_disagreement(tmp_path: Path) ->
         train(model, monitor, batches(2), optimizer=used)
     (event,) = events(record(monitor), "ledger")
     assert (event["step"], event["says"]) == (7, "the optimizer counts 8 steps, 7 were applied")
+
+
+@pytest.mark.parametrize("scheduled", ["applied", "attempted", "micro"])
+def test_a_scheduler_that_follows_other_steps_is_told_of(scheduled: str, tmp_path: Path) -> None:
+    """PR-017: it advances on micro-steps, or on steps that were not applied (Accelerate#4242)."""
+    model = net(1)
+    Poison(model, "head")
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer.step()
+    schedule.step()  # one of its own, to begin with
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1)
+    data = batches(10)
+    data[4] = marked(data[4])
+    for start in range(0, 10, 2):
+        total = torch.zeros(())
+        for batch in data[start : start + 2]:
+            with monitor.micro_batch():
+                loss = loss_fn(model, batch) / 2
+                loss.backward()
+            total += loss.detach()
+        report = monitor.step(optimizer, total, scheduler=schedule)
+        for _ in range({"applied": int(report.applied), "attempted": 1, "micro": 2}[scheduled]):
+            schedule.step()
+        optimizer.zero_grad()
+    told = [(event["step"], event["says"]) for event in events(record(monitor), "ledger")]
+    wanted = {
+        "applied": [],
+        "attempted": [(4, "the scheduler counts 3 steps, 2 were applied before this one")],
+        "micro": [(2, "the scheduler counts 2 steps, 1 were applied before this one")],
+    }
+    assert told == wanted[scheduled]
+
+
+def test_the_scheduler_that_accelerate_has_prepared_makes_a_step_for_each_rank() -> None:
+    own = SimpleNamespace(last_epoch=6)
+    assert scheduler_steps(own, 2) == 6
+    assert scheduler_steps(SimpleNamespace(scheduler=own, step_with_optimizer=True, split_batches=False), 2) == 3
+    assert scheduler_steps(SimpleNamespace(scheduler=own, step_with_optimizer=True, split_batches=True), 2) == 6
+    assert scheduler_steps(SimpleNamespace(scheduler=own, step_with_optimizer=False, split_batches=False), 2) == 6
+
+
+def test_something_that_counts_no_steps_is_no_scheduler(tmp_path: Path) -> None:
+    monitor = normscale.Monitor(net(1), runs=tmp_path)
+    with pytest.raises(BadInput, match=r"scheduler= is a Custom, which counts no steps; leave it out"):
+        monitor.step(adamw(monitor.inner), 1.0, scheduler=Custom(torch.ones(1)))
+    monitor.close()
+
+
+def test_a_count_that_lies_on_a_gpu_is_compared_on_measured_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a fused AdamW: the host does not wait for it."""
+    monkeypatch.setattr("normscale.monitor.counts.near", lambda step: False)
+    model = net(1)
+    optimizer = adamw(model)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=2)
+    train(model, monitor, batches(2), optimizer=optimizer)
+    loss_fn(model, batches(1)[0]).backward()
+    optimizer.step()  # which nobody was told of
+    optimizer.zero_grad()
+    train(model, monitor, batches(4), optimizer=optimizer)
+    (event,) = events(record(monitor), "ledger")
+    assert (event["step"], event["says"]) == (4, "the optimizer counts 5 steps, 4 were applied")
 
 
 class Custom:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -300,7 +301,7 @@ def test_a_model_that_ends_on_its_own_error_says_so(tmp_path: Path) -> None:
         assert end["outcome"] == outcome
 
 
-def test_spikes_and_alarms_are_events(tmp_path: Path) -> None:
+def test_spikes_and_alarms_are_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = net(2)
     Poison(model, "head")
     monitor = normscale.Monitor(model, runs=tmp_path, blocks=())
@@ -310,9 +311,40 @@ def test_spikes_and_alarms_are_events(tmp_path: Path) -> None:
     train(model, monitor, data, optimizer=optimizer)
     train(model, monitor, [marked(batch) for batch in batches(6)], optimizer=optimizer)
     found = record(monitor)
-    assert [(event["step"], event["of"]) for event in events(found, "spike")] == [(36, "loss")]
+    (spike,) = events(found, "spike")
+    assert (spike["step"], spike["of"]) == (36, "loss")
+    before = np.array([loss_fn(model, batch).item() for batch in data[:35]])  # the model stood still
+    assert spike["sigmas"] == pytest.approx((spike["value"] - before.mean()) / before.std(), rel=0.2)  # but dropout
     (alarm,) = events(found, "stalled")
     assert (alarm["step"], alarm["in_a_row"], alarm["reasons"]) == (45, 5, "non-finite loss x5")
+    said = (
+        "normscale: step 45: 5 steps in a row were not applied (non-finite loss x5); the weights are those of 5 steps"
+    )
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_what_is_an_alarm_or_a_spike_can_be_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An overflow of the loss scale counts among the steps that are not applied."""
+    model = net(2)
+    for block in model.blocks:
+        block.drop.p = 0.0
+    options: Any = {"stalled": 2, "spike_sigmas": 50.0, "spike_window": 4, "blocks": ()}
+    monitor = normscale.Monitor(model, runs=tmp_path, clip=1e9, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch = batches(1)[0].clamp(-1, 1)
+    for factor in (1, 1.1, 1, 1.1, 2, 1e9, 1e9, 1e9):  # the spread is 0.05 until the 2 comes, which is 20 times that
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126) if monitor.steps >= 6 else None
+        with monitor.micro_batch():
+            loss = loss_fn(model, batch) * factor
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        monitor.step(optimizer, loss, scaler=scaler)
+        optimizer.zero_grad()
+    found = record(monitor)
+    assert {(event["step"], event["of"]) for event in events(found, "spike")} == {(6, "loss"), (6, "grad_norm")}
+    (alarm,) = events(found, "stalled")
+    assert (alarm["step"], alarm["reasons"]) == (8, "loss scale overflow x2")
+    assert "step 8: 2 steps in a row were not applied (loss scale overflow x2)" in capsys.readouterr().err
+    assert found.start["config"]["monitor"] == found.start["config"]["monitor"] | {"stalled": 2, "spike_window": 4}
 
 
 def test_a_step_that_is_not_applied_leaves_no_trace_in_the_state(tmp_path: Path) -> None:

@@ -13,30 +13,33 @@ from tests.integration.ranks import run_two
 from tests.monitor.made import batches, events, net
 from tests.monitor.test_rows import twin
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+KINDS = ("ddp", "ddp-late", "fsdp2", "fsdp2-late", "accelerate", "accelerate-fsdp2")
+"""In the late ones the model is wrapped, or sharded, when it is monitored already."""
 
 Said = tuple[dict[str, Any], dict[str, Any], RunRecord]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives a function: what the two ranks of a kind said, and their one run; each kind is trained once."""
+    """Gives a function: what the two ranks of a kind said, and their one run; all kinds are trained once."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    run_two("ranks_worker", str(folder), package="tests.monitor", timeout=280)
+    ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
     @cache
-    def train(kind: str) -> Said:
-        folder: Path = tmp_path_factory.mktemp(kind)
-        run_two("ranks_worker", kind, str(folder), package="tests.monitor")
-        one, two = (torch.load(folder / f"rank{rank}.pt") for rank in range(2))
-        (run,) = (folder / "runs").iterdir()  # mlflow#11782: one run for all ranks
-        return one, two, read_run(run)
+    def of(kind: str) -> Said:
+        (run,) = (folder / kind).iterdir()  # mlflow#11782: one run for all ranks
+        return ranks[0][kind], ranks[1][kind], read_run(run)
 
-    return train
+    return of
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "accelerate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_on_the_second_rank_stops_both_alike(kind: str, trained: Any) -> None:
     one, two, _ = trained(kind)
-    if kind != "accelerate":  # where each rank draws its own dropout
+    if not kind.startswith("accelerate"):  # where each rank draws its own dropout
         assert repr(one["reports"]) == repr(two["reports"])  # NaN and all
     applied = [report[1] for report in one["reports"]]
     assert applied == [True, True, True, False, True, True, False]
@@ -51,17 +54,18 @@ def test_a_fault_on_the_second_rank_stops_both_alike(kind: str, trained: Any) ->
     _, _, reason, _, culprit = one["reports"][3]
     assert reason == "non-finite loss"
     expected = {"rank": 1, "micro_batch": 1, "module": "blocks.1.proj", "kind": "NaN", "phase": "forward"}
-    assert culprit == culprit | expected
+    assert culprit == culprit | expected | {"type": "Linear"}
     assert "blocks.1.proj" in one["stopped"]
     assert "2 in a row" in one["stopped"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "accelerate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_write_one_run(kind: str, trained: Any) -> None:
     """mlflow#11782: not one run a rank."""
     one, two, found = trained(kind)
     assert found.run_dir.name == one["run_id"] == two["run_id"]
     assert found.start["identity"]["world"] == 2
+    assert found.start["model"]["class"] == "Net"
     assert found.end is not None
     assert found.end["exit_code"] == 3
     bad = events(found, "nonfinite")
@@ -72,18 +76,34 @@ def test_all_ranks_write_one_run(kind: str, trained: Any) -> None:
     for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel"):
         assert (found.profiles[name].data[0] > 0).all(), name
     assert found.series["grad_norm"].values[0] == pytest.approx(one["reports"][0][3], rel=1e-6)
+    assert events(found, "ledger") == []  # the scheduler follows what was applied
 
 
-def test_a_pass_that_one_rank_cannot_make_holds_up_no_other(trained: Any) -> None:
+def test_a_rate_that_warms_up_follows_the_steps_that_were_applied(trained: Any) -> None:
+    """PR-017: warm-up 10, windows of 4 micro-batches, 2 ranks, one step of 9 not applied; 8 in one process without."""
+    one, two, found = trained("warm-up")
+    assert [report[1] for report in one["reports"]] == [True] * 3 + [False] + [True] * 5
+    optimizer = torch.optim.SGD(net(1).parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (1 + step) / 10))
+    for _ in range(8):
+        optimizer.step()
+        scheduler.step()
+    assert one["lr"] == two["lr"] == scheduler.get_last_lr()[0] == pytest.approx(0.09)
+    assert found.series["applied"].values[-1] == 7
+    assert events(found, "ledger") == []
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-late"])
+def test_a_pass_that_one_rank_cannot_make_holds_up_no_other(kind: str, trained: Any) -> None:
     """Under FSDP2 ranks gather weights in it; training goes on, as the other tests of this kind say."""
-    found = trained("fsdp2")[2]
+    found = trained(kind)[2]
     (off,) = events(found, "probe_off")
     assert (off["step"], off["probe"]) == (6, "update")
     assert off["reason"] == "rank 1: after_step: RuntimeError: on purpose"
     assert found.series["update"].steps == [1, 2, 4]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2-late"])
 def test_gradients_of_blocks_are_those_of_the_mean_over_ranks(kind: str, trained: Any) -> None:
     """Plain autograd of what each rank does alone: its loss counts for a half of the whole."""
     own = []
@@ -102,6 +122,8 @@ def test_ddp_and_fsdp2_give_the_same_numbers(trained: Any) -> None:
     ddp, fsdp2 = (trained(kind)[2] for kind in ("ddp", "fsdp2"))
     for name in ("stream_rms", "stream_absmax", "stream_grad_norm", "grad_norm"):
         np.testing.assert_allclose(fsdp2.profiles[name].data[0], ddp.profiles[name].data[0], rtol=1e-5, err_msg=name)
+    (told,) = events(trained("ddp-late")[2], "unavailable")
+    assert told["says"].startswith("stream_grad_norm is of 2 ranks' own losses together")
     norm = ddp.series["grad_norm"].values[0]
     assert fsdp2.series["grad_norm"].values[0] == pytest.approx(norm, rel=1e-5)
     assert norm >= ddp.profiles["grad_norm"].data[0].max()

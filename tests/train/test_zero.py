@@ -201,12 +201,14 @@ def test_each_stage_has_its_own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ScaledFake:
-    """DeepSpeed in fp16, which skips every step."""
+    """DeepSpeed in fp16, which skips every step; ZeRO 1 to 3 raise where their scale cannot fall any more."""
 
     global_steps, gradient_clipping = 0, staticmethod(lambda: 0.0)
 
-    def __init__(self, scale: float) -> None:
-        self.optimizer = SimpleNamespace(cur_scale=scale, param_groups=[{"lr": 0.1}])
+    def __init__(self, scale: float, dynamic: bool, least: float, raises: bool) -> None:
+        scaler = {"cur_scale": scale, "min_scale": least, "delayed_shift": 1, "cur_hysteresis": 1}
+        self.scaler = SimpleNamespace(dynamic=dynamic, raise_error_at_min_scale=raises, **scaler)
+        self.optimizer = SimpleNamespace(loss_scaler=self.scaler, cur_scale=scale, param_groups=[{"lr": 0.1}])
 
     def zero_optimization_stage(self) -> int:
         return 2
@@ -218,18 +220,26 @@ class ScaledFake:
     is_gradient_accumulation_boundary = fp16_enabled
 
     def step(self) -> None:
+        if self.scaler.raise_error_at_min_scale and self.scaler.cur_scale == self.scaler.min_scale:
+            raise Exception("Current loss scale already at minimum")
         self.global_steps += 1
-        self.optimizer.cur_scale = max(1.0, self.optimizer.cur_scale / 2)
+        if self.scaler.dynamic:
+            self.scaler.cur_scale = max(self.scaler.min_scale, self.scaler.cur_scale / 2)
+        self.optimizer.cur_scale = self.scaler.cur_scale
 
     def get_global_grad_norm(self) -> float:
         return float("inf")
 
 
-def test_a_loss_scale_at_its_floor_is_no_excuse(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dynamic", "least", "absorbed"), [(True, 1.0, 4), (True, 8.0, 1), (False, 1.0, 0)])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_loss_scale_at_its_floor_is_no_excuse(dynamic: bool, least: float, absorbed: int, raises: bool) -> None:
     """PR-015 (DeepSpeed#697): from 2^4 four steps are the scale's, and every one after them the model's."""
-    engine = ScaledFake(16.0)
+    engine = ScaledFake(16.0, dynamic, least, raises and dynamic)
     monitored = DeepSpeed(nn.Linear(1, 1), engine)
     found = [monitored.attempt(Attempt(engine, torch.tensor(2.0))) for _ in range(7)]
     reasons = [one.reason for one in found if one is not None]
-    assert reasons == ["loss scale overflow"] * 4 + ["non-finite gradient"] * 3
-    assert [one.bad for one in found if one is not None] == [False] * 4 + [True] * 3
+    assert reasons == ["loss scale overflow"] * absorbed + ["non-finite gradient"] * (7 - absorbed)
+    assert [one.bad for one in found if one is not None] == [False] * absorbed + [True] * (7 - absorbed)
+    assert [one.final for one in found if one is not None] == [raises and dynamic and i >= absorbed for i in range(7)]
+    assert engine.scaler.raise_error_at_min_scale == (raises and dynamic)
