@@ -130,6 +130,38 @@ def test_gradients_that_were_not_zeroed_are_told_of(
     assert capsys.readouterr().err.count("call optimizer.zero_grad() after every monitor.step") == 1
 
 
+def test_a_weight_that_blocks_share_counts_once_and_has_its_first_name(tmp_path: Path) -> None:
+    arms = []
+    for monitored in (False, True):
+        model = net(3)
+        model.blocks[2].proj.weight = model.blocks[0].proj.weight
+        optimizer, data = adamw(model), batches(3)
+        monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=1) if monitored else None
+        torch.manual_seed(3)
+        if monitor is not None:
+            train(model, monitor, data, optimizer=optimizer)
+        for batch in data if monitor is None else ():
+            loss_fn(model, batch).backward()
+            if not arms:
+                norms = [[p.grad.norm() for p in block.parameters() if p.grad is not None] for block in model.blocks]
+                norms[2] = norms[2][:2] + norms[2][3:]  # of its norm, and of its bias
+                arms.append([torch.stack(own).norm() for own in norms])
+                total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            optimizer.zero_grad()
+        arms.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(arms[1], arms[2], strict=True))
+    assert monitor is not None
+    with torch.no_grad():
+        model.blocks[0].proj.weight[0, 0] = math.nan
+    (report,) = train(model, monitor, data[:1], optimizer=optimizer)
+    assert report.culprit is not None
+    assert (report.culprit.module, report.culprit.tensor) == ("blocks.0.proj", "weight")
+    found = record(monitor)
+    np.testing.assert_allclose(found.profiles["grad_norm"].data[0], torch.stack(arms[0]), rtol=1e-5)
+    assert found.series["grad_norm"].values[0] == pytest.approx(float(total), rel=1e-6)
+
+
 def test_an_inner_gradient_is_not_in_the_rows(tmp_path: Path) -> None:
     """As of a gradient penalty: what counts is the gradient of the whole loss."""
 

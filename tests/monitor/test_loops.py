@@ -1,5 +1,6 @@
 """Loops as people write them in one process, their mistakes, and what a monitor must not change."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -16,37 +17,47 @@ from normscale.cli import main
 from normscale.errors import BadInput, NonFiniteStop, StoreError
 from tests.monitor.made import Poison, adamw, batches, events, loss_fn, marked, net, record, train
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def plain(precision: str, checkpointed: str, accumulate: int, monitored: bool, runs: Path) -> list[Tensor]:
-    """Returns the losses and the weights of 20 steps, with a monitor or as if there were none."""
+    """Returns the losses and the weights of 50 steps, with all that a monitor measures or as if there were none."""
     model = net(3)
     model.checkpointed = checkpointed
     torch.manual_seed(4)
     optimizer = adamw(model)
-    monitor = normscale.Monitor(model, loss_fn, runs=runs, every=3) if monitored else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=20) if precision == "fp16" else None
+    fixed = batches(1, seed=9)[0]
+    monitor = normscale.Monitor(model, loss_fn, runs=runs, every=3, update_batch=fixed) if monitored else None
     kept = []
-    data = batches(20 * accumulate)
+    data = batches(50 * accumulate)
     for start in range(0, len(data), accumulate):
         total = torch.zeros(())
         for batch in data[start : start + accumulate]:
             if monitor is not None:
                 monitor.micro_batch(batch)
-            with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
+            with nullcontext() if precision == "fp32" else torch.autocast("cpu", PRECISIONS[precision]):
                 loss = loss_fn(model, batch) / accumulate
-            loss.backward()
+            (loss if scaler is None else scaler.scale(loss)).backward()
             total += loss.detach()
         if monitor is not None:
-            assert monitor.step(optimizer, total).applied
+            assert monitor.step(optimizer, total, scaler=scaler).applied
+        elif scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
         else:
             optimizer.step()
         optimizer.zero_grad()
         kept.append(total)
     if monitor is not None:
-        monitor.close()
+        assert {"stream_rms", "stream_grad_norm", "grad_norm", "update_rel", "headroom_bits"} <= set(
+            (found := record(monitor)).profiles
+        )
+        assert len(found.series["update"].steps) == 17
     return [*kept, *(p.detach() for p in model.parameters()), torch.rand(2)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("checkpointed", "accumulate"), [("", 1), ("plain", 1), ("", 2), ("plain", 2)])
 def test_losses_weights_and_random_numbers_are_the_same_to_the_bit(
     precision: str, checkpointed: str, accumulate: int, tmp_path: Path
@@ -315,18 +326,19 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_attached
     assert not any(len(module._forward_hooks) for module in model.modules())
 
 
-def test_a_full_disk_costs_records_and_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_in_mid_run_costs_records_and_one_warning(
+    fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = net(2)
     monitor = normscale.Monitor(model, runs=tmp_path, every=1)
     train(model, monitor, batches(1))
 
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
+    def failing(*_: Any) -> int:
+        raise OSError(fault, os.strerror(fault))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "write", failing)
         assert all(report.applied for report in train(model, monitor, batches(3)))
     train(model, monitor, batches(1))
     assert record(monitor).series["loss_train"].steps == [1, 5]
@@ -426,6 +438,43 @@ def test_accelerates_way_to_accumulate(tmp_path: Path) -> None:
     found = record(monitor)
     assert found.series["grad_norm"].steps == [1, 2, 3, 4]
     assert found.series["lr"].values == pytest.approx([0.1, 0.05, 0.1 / 3, 0.1 / 3])
+
+
+def test_the_last_window_may_be_shorter(tmp_path: Path) -> None:
+    """PR-016 (accelerate#641): windows of 4 and 10 micro-batches; norms are of whole windows, and clipped once."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    data = batches(10, rows=1)
+    model, twin = (net(2) for _ in range(2))
+    for block in [*model.blocks, *twin.blocks]:
+        block.drop.p = 0.0
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = torch.utils.data.DataLoader([batch[0] for batch in data], batch_size=1)  # type: ignore[arg-type]
+        _, prepared, loader = accelerator.prepare(model, optimizer, loader)
+        monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, clip=0.01)
+        for batch in loader:
+            with accelerator.accumulate(model), monitor.micro_batch(batch):
+                loss = loss_fn(model, batch)
+                accelerator.backward(loss)
+                monitor.step(prepared, loss)
+                prepared.zero_grad()
+    finally:
+        for state in (AcceleratorState, PartialState):
+            state._reset_state()
+        GradientState._reset_state()
+    own, wanted = torch.optim.SGD(twin.parameters(), 0.1), []
+    for start in (0, 4, 8):
+        window = data[start : start + 4]
+        (loss_fn(twin, torch.cat(window)) * len(window) / 4).backward()
+        wanted.append(float(torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01)))
+        own.step()
+        own.zero_grad()
+    found = record(monitor)
+    assert found.summary["steps"] == 3
+    assert [row["norm"] for row in found.ledger] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_sparse_and_mixed_gradients_are_checked(tmp_path: Path) -> None:

@@ -75,10 +75,76 @@ def test_a_gradient_that_goes_wrong_on_the_way_back_is_told_from_the_forward(tmp
     (report,) = train(model, monitor, [marked(batches(1)[0])])
     assert report.reason == "non-finite gradient"
     assert report.culprit is not None
-    assert report.culprit.phase == "backward"
-    assert report.culprit.module.startswith("blocks.1")
+    found = report.culprit
+    assert (found.phase, found.module, found.tensor) == ("backward", "blocks.1.proj", "gradient of bias")
+    assert (found.kind, found.nan, found.of) == ("NaN", 1, 8)
     assert math.isfinite(report.loss or 0)
     monitor.close()
+
+
+def test_a_parameter_that_is_bad_before_the_pass_is_named(tmp_path: Path) -> None:
+    model = net(3)
+    with torch.no_grad():
+        model.blocks[1].norm.bias[2] = -INF
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    (report,) = train(model, monitor, batches(1))
+    assert report.culprit is not None
+    assert (report.culprit.phase, report.culprit.module, report.culprit.tensor, report.culprit.kind) == (
+        "parameter",
+        "blocks.1.norm",
+        "bias",
+        "-Inf",
+    )
+    (event,) = events(record(monitor), "nonfinite")
+    assert (event["parameter"], event["layer"]) == ("blocks.1.norm.bias", 1)
+
+
+class Mask(nn.Module):
+    """Gives scores whose later positions are -Inf, and the numbers of positions, as attention has them."""
+
+    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        places = torch.arange(scores.shape[-1])
+        return scores.masked_fill(places > places[:, None], -INF), places
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.mask, self.out = nn.Linear(4, 8), Mask(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        scores, _ = self.mask(x @ x.T)
+        return self.out(scores.softmax(-1) @ x)  # type: ignore[no-any-return]
+
+
+def test_a_mask_of_minus_infinity_is_no_event_and_no_culprit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attending()
+    Poison(model, "out")
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=1)
+    good, bad = train(model, monitor, [batches(1)[0], marked(batches(1)[0])])
+    assert good.applied
+    assert bad.culprit is not None
+    assert (bad.culprit.module, bad.culprit.kind) == ("out", "NaN")
+    assert [event["step"] for event in events(record(monitor), "nonfinite")] == [2]
+
+
+def test_counts_of_gradients_that_are_not_finite_are_those_of_plain_autograd(tmp_path: Path) -> None:
+    model = net(4)
+    for block in model.blocks:
+        block.drop.p = 0.0
+    Poison(model, "blocks.2.proj", INF, backward=True)
+    batch, outputs = marked(batches(1)[0]), list[Tensor]()
+    handles = [block.register_forward_hook(lambda module, args, out: outputs.append(out)) for block in model.blocks]
+    gradients = torch.autograd.grad(loss_fn(model, batch), outputs)
+    for handle in handles:
+        handle.remove()
+    wanted = [int((~gradient.isfinite()).sum()) for gradient in gradients]
+    assert wanted[0] >= wanted[1] > wanted[2] == wanted[3] == 0
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    train(model, monitor, [batch])
+    assert record(monitor).profiles["stream_grad_nonfinite"].data[0].tolist() == wanted
 
 
 def test_one_micro_batch_of_four_is_named_with_dropout_drawn_as_it_was(tmp_path: Path) -> None:

@@ -71,6 +71,19 @@ def trained(
     return trainer, notes
 
 
+@pytest.mark.parametrize(("scheme", "grows"), [("pre", True), ("post", False), ("deepnorm", False)])
+def test_what_is_logged_over_a_hundred_blocks_is_the_stream(scheme: str, grows: bool) -> None:
+    """PR-003 (OLMo#797): growth under Pre-Norm is reported as it is; what norms put out would be 1 everywhere."""
+    model = {"scheme": scheme, "M": 100, "d": 64, "heads": 4}
+    _, notes = trained([Activations()], steps=1, model=model)
+    stream = notes.profiles[1, "stream_rms"]
+    assert stream.shape == (200,)
+    if grows:
+        assert stream[1] < 0.5 * stream[19] < 0.25 * 2 * stream[199]
+    else:
+        assert (np.abs(stream - 1) < 0.1).all()
+
+
 @pytest.mark.parametrize("scheme", ["pre", "deepnorm"])
 def test_rows_are_those_of_the_branches_and_the_streams(scheme: str) -> None:
     _, notes = trained([Activations()], steps=1, micro=2, model={"scheme": scheme})
