@@ -9,6 +9,7 @@ from torch import Tensor
 
 from normscale.errors import BadInput
 from normscale.monitor.losses import StepProbe
+from normscale.monitor.pieces import local
 from normscale.probes.probe import Array, Hand, Reading
 
 
@@ -82,7 +83,7 @@ class OptimizerCount(StepProbe):
     def hand_over(self) -> Mapping[str, Hand]:
         step = step_of(self.optimizer)
         if isinstance(step, Tensor) and not near(step):
-            return {"steps": Hand(step.detach().reshape(1).to(self.device, torch.float64), "first")}
+            return {"steps": Hand(local(step).detach().reshape(1).to(self.device, torch.float64), "first")}
         return {"steps": Hand(torch.full((1,), torch.nan, dtype=torch.float64, device=self.device), "first")}
 
     def read(self, values: Mapping[str, Array]) -> Reading:

@@ -14,6 +14,8 @@ from normscale.monitor.report import Reason
 from normscale.monitor.zero_gradients import ZeroGradients
 from normscale.probes.ledger import resolved_norm
 
+FINAL = "DeepSpeed ends a run whose loss scale is at its minimum"
+
 
 class DeepSpeed(Engine):
     """An engine of DeepSpeed, by itself or behind Accelerate, which hides the step inside `accelerator.backward`.
@@ -84,7 +86,7 @@ class DeepSpeed(Engine):
         norm = resolved_norm(raw, applied, self.norm_before) if read else None
         self.norm_before = raw
         result = self._result(asked, applied, norm, scale)
-        return replace(result, final=True) if at_floor and not applied else result
+        return replace(result, final=FINAL) if at_floor and not applied else result
 
     def _step(self) -> bool:
         """Makes the engine's step; returns whether the engine ends the run should this one have been skipped.

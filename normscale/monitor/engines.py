@@ -63,7 +63,7 @@ class Result:
         gradients: the gradients, where they can be looked at and nobody has clipped them.
         scale: the loss scale of the step and the one after it.
         intact: whether the parameters are those before the step, so that it can be replayed.
-        final: whether the engine itself ends the run here.
+        final: why the engine itself ends the run here, if it does.
     """
 
     reason: Reason
@@ -73,7 +73,7 @@ class Result:
     gradients: Gradients | None = None
     scale: tuple[float, float] | None = None
     intact: bool = True
-    final: bool = False
+    final: str = ""
 
     @property
     def applied(self) -> bool:

@@ -131,6 +131,8 @@ class Monitor:
 
         Raises:
             BadInput: something that was given cannot be used, or the model is monitored already.
+            StoreError: `runs` cannot be written: a run that would leave no record does not begin. One that has begun
+                goes on without what cannot be written, with one warning.
         """
         self.closed: bool = False
         check_torch()
@@ -267,7 +269,8 @@ class Monitor:
             said = culprit.sentence() if culprit is not None else result.reason
             self._end("nan", NonFiniteStop.exit_code)
             again = f", {self.in_a_row} in a row" if self.in_a_row > 1 else ""
-            raise NonFiniteStop(f"stopped at step {self.steps}{again}: {said}; records: {self.run_dir}")
+            final = f" ({result.final})" if result.final else ""
+            raise NonFiniteStop(f"stopped at step {self.steps}{again}{final}: {said}; records: {self.run_dir}")
         return StepReport(
             self.steps, result.applied, result.reason, result.loss, result.norm, culprit, self.in_a_row, measured
         )
@@ -351,8 +354,8 @@ class Monitor:
     def _stops(self, result: Result) -> bool:
         """Returns whether a bad step ends the run."""
         if isinstance(self.on_nonfinite, str):
-            return result.final or self.on_nonfinite == "stop"
-        return result.final or self.in_a_row >= self.on_nonfinite
+            return bool(result.final) or self.on_nonfinite == "stop"
+        return bool(result.final) or self.in_a_row >= self.on_nonfinite
 
     def _end(self, outcome: Outcome, exit_code: int) -> None:
         self.closed = True

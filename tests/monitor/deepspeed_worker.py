@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import normscale
-from normscale.errors import BadInput
+from normscale.errors import BadInput, NonFiniteStop
 from tests.monitor.made import Poison, batches, loss_fn, marked, net
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
@@ -34,6 +34,8 @@ CONFIG: dict[str, Any] = {
 }
 if PRECISION == "bf16":
     CONFIG["bf16"] = {"enabled": True}
+if PRECISION == "fp16":
+    CONFIG["fp16"] = {"enabled": True, "initial_scale_power": 5, "min_loss_scale": 8, "hysteresis": 1}
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:
@@ -49,12 +51,13 @@ def norms_of(engine: Any) -> list[float]:
     from deepspeed.utils import safe_get_full_grad
 
     blocks = [[safe_get_full_grad(p) for p in block.parameters()] for block in engine.module.blocks]
-    return [float(torch.cat([grad.flatten().double() for grad in grads]).norm()) for grads in blocks]
+    scale = float(engine.optimizer.cur_scale) if PRECISION == "fp16" else 1.0
+    return [float(torch.cat([grad.flatten().double() for grad in grads]).norm()) / scale for grads in blocks]
 
 
 def main() -> None:
     model = net(3)
-    said: dict[str, Any] = {"reports": [], "weights": [], "norms": [], "refused": ""}
+    said: dict[str, Any] = {"reports": [], "weights": [], "norms": [], "refused": "", "stopped": "", "reasons": []}
     accelerator = optimizer = None
     if DRIVER == "accelerate":
         from accelerate import Accelerator, DeepSpeedPlugin
@@ -69,7 +72,7 @@ def main() -> None:
     else:
         deepspeed.init_distributed(dist_backend="gloo")
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
-    dtype = torch.bfloat16 if PRECISION == "bf16" else torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[PRECISION]
     Poison(engine.module, "blocks.1.proj")
     monitor = normscale.Monitor(engine, loss_fn, runs=OUT / "runs", every=2)
     data = [batch.to(dtype) for batch in batches(12, seed=10 + RANK)]
@@ -93,8 +96,17 @@ def main() -> None:
             said["reports"].append((report.step, report.applied, report.reason, report.grad_norm, culprit))
             if report.reason != "accumulating":
                 said["weights"].append(state_of(engine))
+        if PRECISION == "fp16":  # its scale is 16 by now; 8 is the floor
+            Poison(engine.module, "blocks.2.proj", float("inf"), backward=True, always=True)
+            for batch in 4 * data[:2]:
+                with monitor.micro_batch(batch):
+                    loss = loss_fn(engine, batch)
+                    engine.backward(loss)
+                said["reasons"].append(monitor.step(engine, loss).reason)
     except BadInput as error:
         said["refused"] = str(error)
+    except NonFiniteStop as error:
+        said["stopped"] = str(error)
     said["run_id"] = monitor.run_id
     monitor.close()
     torch.save(said, OUT / f"rank{RANK}.pt")

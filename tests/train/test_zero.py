@@ -241,5 +241,7 @@ def test_a_loss_scale_at_its_floor_is_no_excuse(dynamic: bool, least: float, abs
     reasons = [one.reason for one in found if one is not None]
     assert reasons == ["loss scale overflow"] * absorbed + ["non-finite gradient"] * (7 - absorbed)
     assert [one.bad for one in found if one is not None] == [False] * absorbed + [True] * (7 - absorbed)
-    assert [one.final for one in found if one is not None] == [raises and dynamic and i >= absorbed for i in range(7)]
+    assert [bool(one.final) for one in found if one is not None] == [
+        raises and dynamic and i >= absorbed for i in range(7)
+    ]
     assert engine.scaler.raise_error_at_min_scale == (raises and dynamic)
