@@ -75,6 +75,24 @@ def test_hooks_work_or_the_monitor_refuses(form: str, late: bool, tmp_path: Path
     assert counters["stats"]["unique_graphs"] <= 3  # and not one a block
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_compiled_stays_the_same_to_the_bit(tmp_path: Path) -> None:
+    """By the default backend, whose kernels hold a whole block; each with dropout."""
+    arms = []
+    for monitored in (False, True):
+        torch._dynamo.reset()
+        model = net(2)
+        for block in model.blocks:
+            block.compile()
+        options = {"runs": tmp_path, "every": 3, "update_batch": batches(1)[0]}
+        monitor = normscale.Monitor(model, loss_fn, **options) if monitored else None  # type: ignore[arg-type]
+        arms.append(run(model, model, batches(50), monitor))
+        if monitor is not None:
+            assert (record(monitor).profiles["stream_grad_norm"].data > 0).all()
+    assert all(torch.equal(a, b) for a, b in zip(*arms, strict=True))
+
+
 @pytest.mark.parametrize("form", FORMS[:3])
 def test_the_culprit_inside_a_compiled_block_is_named(form: str, tmp_path: Path) -> None:
     inner = net(3)

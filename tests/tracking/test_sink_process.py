@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import normscale
 from normscale.tracking import sink_process
 from normscale.tracking.address import sync_words
 from normscale.tracking.mlflow_sink import sync
 from normscale.tracking.reader import read_run
 from normscale.tracking.sink_process import LOG, Sink, finish_sink, run_links, start_sink
+from tests.monitor.made import batches, net, train
 from tests.tracking.made import make_run
 from tests.tracking.serving import Server, is_running
 
@@ -165,6 +167,35 @@ def test_a_run_that_failed_is_linked_with_its_event_once_it_is_stored(runs, new_
     page, event = run_links(runs / run, uri)
     assert page.startswith("run      http://127.0.0.1:5000/#/experiments/")
     assert event.endswith("/artifacts/events/step-000003-nonfinite/report.html?workflowType=machine_learning")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_server_that_is_away_while_training_goes_on_has_every_step_at_the_end(runs, new_store, tmp_path, monkeypatch):
+    """PR-025 (miles#2571): it is killed at step 2 and comes back after step 4."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    database = new_store()
+    server = Server(database, tmp_path)
+
+    def points():
+        with sqlite3.connect(database.removeprefix("sqlite:///")) as rows:
+            return rows.execute("select step from metrics where key = '1-loss/train' order by 1").fetchall()
+
+    model = net(1)
+    try:
+        server.start()
+        with normscale.Monitor(model, runs=runs, every=1, uri=server.uri) as monitor:
+            train(model, monitor, batches(2))
+            until(points, 100)
+            server.kill()
+            train(model, monitor, batches(2))
+            server.start()
+            train(model, monitor, batches(1))
+            until(lambda: len(points()) == 5, 100)
+    finally:
+        server.kill()
+    assert [step for (step,) in points()] == [1, 2, 3, 4, 5]
+    assert read_run(monitor.run_dir).end["exit_code"] == 0
 
 
 @pytest.mark.slow

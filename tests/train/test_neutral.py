@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from normscale.probes.adam import AdamEpsilon
+from normscale.probes.epsilon import EpsilonSensitivity
 from normscale.probes.layers import Layers
 from normscale.probes.update import ModelUpdate
 from normscale.schemes import scheme_names
@@ -30,12 +32,15 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def both(steps: int, **setting: Any) -> None:
     """Trains with nothing and with everything, and compares."""
-    extra = [ModelUpdate({"tokens_BT": TOKENS}, (2, steps)), Layers([({"tokens_BT": TOKENS}, TOKENS)], steps)]
+    inputs, often = {"tokens_BT": TOKENS}, {"every": 5, "last": steps}
+    extra = [ModelUpdate(inputs, (2, steps)), Layers([(inputs, TOKENS)], steps), AdamEpsilon(**often)]
+    extra.append(EpsilonSensitivity(inputs, **often, compute=torch.float32))
     (plain, _), (probed, notes) = (trained(p, steps=steps, **setting) for p in ([], [*every_probe(), *extra]))
     assert torch.equal(plain.engine.flat.values, probed.engine.flat.values)
     assert list(plain.spikes.past) == list(probed.spikes.past)
     assert len(probed.spikes.past) == min(steps, probed.spikes.past.maxlen or steps)
-    assert {"attn_entropy", "angle_online", "stream_grad_norm", "update_rel"} <= {name for _, name in notes.profiles}
+    wanted = {"attn_entropy", "angle_online", "stream_grad_norm", "update_rel", "adam_eps_share"}
+    assert wanted <= {name for _, name in notes.profiles}
     assert math.isfinite(notes.values[steps]["logz_max"])
 
 
