@@ -35,6 +35,7 @@ def check_settings(
     on_nonfinite: Any,
     clip: Any,
     update_batch: Any,
+    logits: Any,
     config: Any,
     uri: Any,
 ) -> None:
@@ -52,6 +53,8 @@ def check_settings(
         raise BadInput(f"Monitor(clip={clip!r}): give a norm above 0, or None")
     if update_batch is not None and loss_fn is None:
         raise BadInput("Monitor(update_batch=...): takes loss_fn, which says how a batch is run; give it, too")
+    if logits is not None and not isinstance(logits, str):
+        raise BadInput(f"Monitor(logits=...): is a {type(logits).__name__}; give the name of a module, or None")
     if not isinstance(name, str):
         raise BadInput(f"Monitor(name={name!r}): is a {type(name).__name__}; give a text")
     if not isinstance(runs, str | os.PathLike):

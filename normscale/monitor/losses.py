@@ -9,7 +9,12 @@ from normscale.probes.sending import sent
 
 
 class StepProbe(Probe):
-    """A probe of a loop that is not ours: it is told, too, when a step is about to be applied."""
+    """A probe of a loop that is not ours: it is told, too, when a step is about to be applied.
+
+    `device` is that of the model, which may be moved between steps.
+    """
+
+    device: torch.device
 
     def before_step(self) -> None:
         """Called just before the parameters change, where that can be known."""

@@ -26,18 +26,19 @@ from normscale.monitor.checks import (
 )
 from normscale.monitor.counts import Difference, OptimizerCount, scheduler_steps
 from normscale.monitor.deepspeed import DeepSpeed
+from normscale.monitor.depth import Depth
 from normscale.monitor.drift import drift_of
 from normscale.monitor.engines import Attempt, Engine, Result
 from normscale.monitor.gradients import Shown
 from normscale.monitor.journal import Journal
+from normscale.monitor.logits import find_logits
 from normscale.monitor.losses import Losses
-from normscale.monitor.parameters import BlockParameters
 from normscale.monitor.provenance import LossFn, Provenance
 from normscale.monitor.records import Records, check_ranks, facts
 from normscale.monitor.report import StepReport
-from normscale.monitor.rows import BlockRows
 from normscale.monitor.window import MicroBatch
 from normscale.probes.culprit import Culprit
+from normscale.probes.epsilon import COLUMNS
 from normscale.probes.guard import Guard
 from normscale.probes.ledger import Tally
 from normscale.probes.probe import Probe
@@ -54,8 +55,9 @@ class Monitor:
     A step whose loss or gradient is not finite is not applied. With `loss_fn` its micro-batches are run again, with the
     same random numbers and hooks on every module, and the record names the first bad value: module, tensor, kind, pass,
     micro-batch, rank. Every `every` steps it records what depth does: RMS of what each block puts out, of its gradient,
-    of its parameters' gradients and updates. Records go to a folder of their own under `runs`; `normscale show latest`
-    prints them, `normscale sync` brings them to MLflow.
+    of its parameters' gradients and updates; how far it turns the stream and how much it adds to it; where eps tells in
+    norms and in Adam; log Z of the output softmax. Records go to a folder of their own under `runs`; `normscale show
+    latest` prints them, `normscale sync` brings them to MLflow.
 
         monitor = normscale.Monitor(model, lambda model, batch: model(**batch).loss)
         for step, batch in enumerate(batches):
@@ -79,11 +81,16 @@ class Monitor:
     which a copy is kept each step. Micro-batches are kept by reference until the step is made: fill a new one each
     time, else a replay has other numbers, which its record then says. A replay calls the model again, and with it the
     loop's own forward hooks on modules and gradient hooks on parameters.
-    Hooks stay on the blocks until `close`. A copy of the model has none that work. A block that is replaced stops
-    reporting, which is recorded; a model that is moved, or sharded by `fully_shard`, goes on, but make its optimizer
-    then. One that is wrapped in DDP later goes on, too, with one small sum over ranks a step more. What was compiled
-    whole and run before has no hooks that work, and is refused; re-entrant activation checkpointing of whole blocks,
-    too.
+
+    Not measured are the logits and the entropy of attention: where a model that is not ours keeps its queries and keys
+    is not known. What a model does not show of the rest (logits in its output, norms outside of compiled code, an Adam
+    of torch's) is told in the record.
+
+    Hooks stay on the blocks, the norms and the model until `close`. A copy of the model has none that work. A block
+    that is replaced stops reporting, which is recorded; a model that is moved, or sharded by `fully_shard`, goes on,
+    but make its optimizer then. One that is wrapped in DDP later goes on, too, with one small sum over ranks a step
+    more. What was compiled whole and run before has no hooks that work, and is refused; re-entrant activation
+    checkpointing of whole blocks, too.
     """
 
     def __init__(
@@ -102,6 +109,7 @@ class Monitor:
         stalled: int = 5,
         spike_sigmas: float = 6.0,
         spike_window: int = 128,
+        logits: str | None = None,
         config: Mapping[str, Any] | None = None,
         uri: str | None = None,
     ) -> None:
@@ -119,13 +127,15 @@ class Monitor:
             on_nonfinite: What to do after a step that is not finite: "skip" goes on, "stop" raises NonFiniteStop on
                 every rank, a number does so after so many in a row.
             clip: The largest norm of the whole gradient, as in clip_grad_norm_; None leaves that to the loop.
-            updates: Record how far a step moves each block; a recorded step then holds a copy of their parameters.
+            updates: Record how far a step moves each block, of a sample of its parameters.
             update_batch: A micro-batch on which recorded steps measure how far what the last block puts out has moved
                 since the beginning (DeepNet's model update): a forward pass each time, by `loss_fn`.
             stalled: Steps in a row that are not applied, for whatever reason, before an alarm is raised and said.
             spike_sigmas: Standard deviations from the mean of those before that make a loss or gradient norm a spike.
             spike_window: How many before it are taken: of the loss, steps. Of the gradient norm, steps whose norm is
                 known: all with `clip` or `grad_norm=`, else those that are recorded.
+            logits: The name of the module that puts out the logits [..., V], of which log Z is recorded; "" is the
+                model. None takes `logits` of what the model returns, as an attribute or a key, if it has that.
             config: Settings of the loop that the records should tell of, as {"lr": 1e-3}.
             uri: An MLflow store, as "sqlite:///mlflow.db", that a process beside this one keeps up to date.
 
@@ -137,7 +147,7 @@ class Monitor:
         self.closed: bool = False
         check_torch()
         check_alarms(stalled, spike_sigmas, spike_window)
-        check_settings(model, loss_fn, name, runs, every, on_nonfinite, clip, update_batch, config, uri)
+        check_settings(model, loss_fn, name, runs, every, on_nonfinite, clip, update_batch, logits, config, uri)
         check_ranks()
         self.model, self.inner = model, inner_of(model)
         other = _WATCHED.get(self.inner)
@@ -147,16 +157,15 @@ class Monitor:
         self.every, self.on_nonfinite, self.clip = every, on_nonfinite, clip
         self.engine: Engine = DeepSpeed(model, model) if is_deepspeed(model) else Engine(model)
         device = self._device()
-        named = find_blocks(self.inner, blocks)
+        named, head = find_blocks(self.inner, blocks), find_logits(self.inner, logits)
         joint = partial(self.engine.joint, self.inner, device)
         drift = drift_of(self.inner, named, update_batch, loss_fn, device, every, joint) if loss_fn else None
         self.records = Records(name, runs, self.engine.rank, self.engine.world)
         self.run_id, self.run_dir, self.blocks = self.records.run_id, self.records.run_dir, list(named)
-        self.rows = BlockRows(named, device) if named else None
-        self.parameters = BlockParameters(self.inner, named, device, updates) if named else None
         self.losses, self._count = Losses(device), OptimizerCount(device)
-        all_probes = (self.losses, self._count, self.rows, self.parameters, drift)
-        probes: list[Probe] = [probe for probe in all_probes if probe is not None]
+        self.depth = Depth(self.inner, named, head, updates, device)
+        self.rows, self.parameters = self.depth.rows, self.depth.parameters
+        probes: list[Probe] = [self.losses, self._count, *self.depth.probes, *([] if drift is None else [drift])]
         self.guard = Guard(probes, device, self.engine.rank, self.engine.world, joint())
         self.provenance = Provenance(self.inner, loss_fn, self.blocks)
         self.journal = Journal(self.records, stalled, spike_sigmas, spike_window)
@@ -165,7 +174,7 @@ class Monitor:
         self._micro_batches, self._open = 0, False
         self._scheduled = Difference()
         _WATCHED[self.inner] = weakref.ref(self)
-        self._leave = weakref.finalize(self, _leave, self.rows, self.provenance, self.records)
+        self._leave = weakref.finalize(self, _leave, self.depth, self.provenance, self.records)
         self._leave.atexit = False  # without close() a run has no end, as if it had been killed
         settings = {"every": every, "on_nonfinite": on_nonfinite, "clip": clip, "loss_fn": loss_fn is not None}
         settings |= {"stalled": stalled, "spike_sigmas": spike_sigmas, "spike_window": spike_window}
@@ -174,6 +183,7 @@ class Monitor:
             self.records.start(
                 config={"name": name, "monitor": settings, **loop},
                 **facts(self.inner, device, self.engine.name, self.engine.world, self.blocks),
+                **self.depth.facts(),
             )
             if uri is not None:
                 self.records.follow(uri)
@@ -195,17 +205,16 @@ class Monitor:
             self._measured = step == 1 or step % self.every == 0 or self._measure_next
             if self._measured:
                 self.guard.device = self.losses.device = device = self._device()
-                for probe in (self._count, self.rows, self.parameters):
-                    if probe is not None:
-                        probe.device = device
+                self._count.device = device
+                self.depth.place(device)
                 if any(probe.passes for probe in self.guard.active):
                     self.guard.joint = self.engine.joint(self.inner, device)
                 self.guard.call("begin", step)
         self._micro_batches += 1
         self.provenance.keep(batch, self._device())
         self._open = True
-        if rows := self._live(self.rows):
-            rows.open()
+        for probe in filter(self._live, self.depth.hooked):
+            probe.open()
         return MicroBatch(batch, partial(self._end_with, (self.steps, self._micro_batches)))
 
     def step(
@@ -237,6 +246,7 @@ class Monitor:
         check_window(self._micro_batches, self._count.optimizer in (None, optimizer))
         self._count.check(optimizer, scaler is not None)
         self._end_micro_batch()
+        self.depth.meet(optimizer)
         if self.parameters is not None:
             self.parameters.given = grad_norm
         if rows := self._live(self.rows):
@@ -325,7 +335,9 @@ class Monitor:
         self.losses.add(self.steps, result.loss, result.reason == "applied" and not math.isfinite(result.loss))
         readings = self.guard.collect(self.steps, engine.sum, engine.max) if self._measured else []
         if readings:
-            profiles = {name: row for reading in readings for name, row in reading.profiles.items()}
+            profiles = {
+                name: row for reading in readings for name, row in reading.profiles.items() if name not in COLUMNS
+            }
             self.provenance.profiles.append((self.steps, profiles))
         changed = self.parameters.changed if self.parameters is not None and self._measured else None
         counts = Tally(
@@ -339,6 +351,8 @@ class Monitor:
         for probe, reason in self.guard.news():
             self.records.event(self.steps, "probe_off", probe=probe, reason=reason)
         self.journal.missing(self.steps, engine, self._live(self.rows), self._live(self.parameters))
+        for what, says in self.depth.lacks(self.guard.active) if self._measured else ():
+            self.journal.once(self.steps, "unavailable", what=what, says=says)
 
     def _followed(self, engine: Engine, scheduler: Any, applied: int) -> float | None:
         """Returns how many steps a scheduler has followed since it was first given; None: not to be compared."""
@@ -382,8 +396,8 @@ class Monitor:
         self._open = False
         self._micro_batches -= 1
         self.provenance.drop()
-        if rows := self._live(self.rows):
-            rows.drop()
+        for probe in filter(self._live, self.depth.hooked):
+            probe.drop()
 
     def _after_backward(self, gradients: Shown | None) -> None:
         if self.parameters is not None:
@@ -409,9 +423,8 @@ class Monitor:
         return torch.device("cpu") if first is None else first.device
 
 
-def _leave(rows: BlockRows | None, provenance: Provenance, records: Records) -> None:
+def _leave(depth: Depth, provenance: Provenance, records: Records) -> None:
     """Takes every hook off, and closes the records as they are."""
-    if rows is not None:
-        rows.detach()
+    depth.detach()
     provenance.detach()
     records.close()

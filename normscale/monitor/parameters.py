@@ -12,7 +12,8 @@ from normscale.monitor.blocks import Places, stack_starts
 from normscale.monitor.engines import on_device, whole
 from normscale.monitor.gradients import Shown
 from normscale.monitor.losses import StepProbe
-from normscale.monitor.pieces import local, norms_of, shared_squares
+from normscale.monitor.pieces import local
+from normscale.monitor.samples import Samples
 from normscale.probes.gradients import Gradients as SublayerGradients
 from normscale.probes.gradients import depth_slope
 from normscale.probes.probe import Array, Hand, Reading
@@ -24,8 +25,9 @@ SAME = 1e-3  # relative difference of two norms that are the same
 class BlockParameters(StepProbe):
     """L2 norm of the gradient of each block's parameters before clipping, and how far a step moves them.
 
-    The second is the norm of a block's change over that of the block before, of steps that are applied. It takes a
-    copy of the blocks' parameters for the time of the step. Where an engine shows no gradients, as DeepSpeed's behind
+    The second is the norm of a block's change over that of the block before, of steps that are applied. Of blocks with
+    more than `probes.weights.ENTRIES` entries in all it is an estimate over entries spread evenly over each parameter,
+    of which a copy is kept for the time of the step. Where an engine shows no gradients, as DeepSpeed's behind
     Accelerate, there is no such profile, rather than one of zeros. A block that was taken out of the model has NaN.
 
     A loop that has measured the norm may have clipped by it: then norms are scaled to what they were.
@@ -41,17 +43,20 @@ class BlockParameters(StepProbe):
         self.unlike = False  # whether that cannot be the norm of these gradients
         self.hidden = False  # whether the last measured step showed no gradient
         self.changed: float | None = None  # share of the blocks that it moved, where that could be seen
+        tables = (nn.Embedding, nn.EmbeddingBag)
+        self.tables = [any(isinstance(each, tables) for each in block.modules()) for block in blocks.values()]
+        self.samples: Samples | None = None
         self.begin(0)
 
     def begin(self, step: int) -> None:
         self.sums = torch.zeros(5, len(self.blocks), dtype=torch.float64, device=self.device)
         self.norms = torch.zeros(3, dtype=torch.float64, device=self.device)  # present, squared; given; ranks
         self.own: list[list[Tensor]] = []
-        self.before: list[Tensor] = []
+        self.before: Tensor | None = None
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        self.own = self._parameters()
+        self.own = self.trained()
         if self.source is None:
             return
         if self.given is not None:
@@ -65,24 +70,22 @@ class BlockParameters(StepProbe):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        if self.updates:
-            pieces = [local(p) for group in self.own for p in group]
-            self.before = list(torch._foreach_neg(pieces)) if pieces else []
+        flat = [p for group in self.own for p in group]
+        if self.updates and flat:
+            if self.samples is None or not self.samples.fit(flat, self.device):
+                self.samples = Samples(self.own, self.device)
+            self.before = self.samples(flat)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        if not self.before:
-            return
         flat = [p for group in self.own for p in group]
-        pieces = [local(p) for p in flat]
-        if any(old.shape != piece.shape for old, piece in zip(self.before, pieces, strict=True)):
+        if self.before is None or self.samples is None or not self.samples.fit(flat, self.device):
             return  # gathered or given away meanwhile: nothing to compare
-        lengths = norms_of(self.before)
-        torch._foreach_add_(self.before, pieces)
+        moved = self.samples(flat).sub_(self.before)
         self.sums[2] = sent([float(any(local(p).numel() for p in group)) for group in self.own], self.device)
-        self.sums[3] = self._by_block(shared_squares(norms_of(self.before), flat), self.own)
-        self.sums[4] = self._by_block(shared_squares(lengths, flat), self.own)
-        self.before = []
+        self.sums[3] = self.samples.sums(moved.double().square_())
+        self.sums[4] = self.samples.sums(self.before.double().square_())
+        self.before = None
 
     def hand_over(self) -> Mapping[str, Hand]:
         return {"sums": Hand(self.sums, "sum"), "norms": Hand(self.norms, "sum")}
@@ -96,7 +99,11 @@ class BlockParameters(StepProbe):
             self.unlike = factor < 1 - SAME
             squares = squares * factor**2 if factor > 1 + SAME else squares
             there = np.zeros_like(there) if self.unlike else there
-        self.changed = float((moved[compared > 0] > 0).mean()) if compared.any() else None
+        # Of a table few rows move in a step, and a sample may have none of them: that says nothing.
+        partial = self.samples.partial if self.samples is not None else [False] * len(self.blocks)
+        unsure = np.array([a and b for a, b in zip(partial, self.tables, strict=True)])
+        told = (compared > 0) & ((moved > 0) | ~unsure)
+        self.changed = float((moved[told] > 0).mean()) if told.any() else None
         reading = Reading()
         if there.any():
             reading = SublayerGradients().read({"squares": np.where(there > 0, squares, np.nan)})
@@ -113,7 +120,7 @@ class BlockParameters(StepProbe):
                 reading.scalars |= {name: float(value) for name, value in ends.items()}
         return reading
 
-    def _parameters(self) -> list[list[Tensor]]:
+    def trained(self) -> list[list[Tensor]]:
         """Returns the trained parameters of every block as they are now, each in the first block that has it."""
         seen: set[int] = set()
         found = []

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from normscale.errors import ReplayRefused
 from normscale.monitor.engines import Engine, Result
 from normscale.monitor.gradients import Gradients
-from normscale.monitor.rows import BlockRows, inert_hook
+from normscale.monitor.hooks import inert_hook
+from normscale.monitor.rows import BlockRows
 from normscale.monitor.window import shallow
 from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers

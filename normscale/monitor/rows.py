@@ -1,7 +1,6 @@
 """The size of what every block puts out, and of its gradient: rows over depth, filled by hooks."""
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from normscale.monitor.blocks import stack_starts
-from normscale.monitor.losses import StepProbe
+from normscale.monitor.hooks import Hook, HookedProbe, again
 from normscale.monitor.outputs import block_statistics, main_tensor
 from normscale.probes.gradients import depth_slope
 from normscale.probes.headroom import Headroom
@@ -23,7 +21,7 @@ from normscale.probes.sending import sent
 NORM, ABSMAX, NONFINITE, SUM = range(4)
 
 
-class BlockRows(StepProbe):
+class BlockRows(HookedProbe):
     """RMS, largest absolute value, non-finite count and mean of every block's output, and the same of its gradient.
 
     A forward hook on each block writes a row of one buffer; a hook on the output writes the gradient's row. Both work
@@ -48,9 +46,8 @@ class BlockRows(StepProbe):
     numel: list[int]
 
     def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
+        super().__init__()
         self.blocks, self.device = list(blocks), device
-        self.on = False
-        self.failed: Exception | None = None
         self.reentrant = ""  # the block that was seen to run again under re-entrant checkpointing
         self.odd = ""  # class of what a block returned in which no tensor was found
         self.unscaled = 1.0  # factor that makes gradients those of the mean loss: no loss scale, no sum over ranks
@@ -59,14 +56,8 @@ class BlockRows(StepProbe):
         self.last_stack = stack_starts(self.blocks)[-1]
         self.step = 0
         self._place(device)
-        self._handles = [block.register_forward_hook(Hook(self, index)) for index, block in enumerate(blocks.values())]
-
-    def detach(self) -> None:
-        """Takes every hook off."""
-        self.on = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        hooks = (Hook(self, self.forward, index) for index in range(len(blocks)))
+        self._handles = [block.register_forward_hook(hook) for block, hook in zip(blocks.values(), hooks, strict=True)]
 
     def begin(self, step: int) -> None:
         self._place(self.device)
@@ -74,20 +65,16 @@ class BlockRows(StepProbe):
         self.failed = None
 
     def open(self) -> None:
-        """Lets the hooks measure, until `after_micro_batch`."""
         self._before = self.seen.copy(), self.numel.copy()
-        self.on = True
+        super().open()
 
     def drop(self) -> None:
-        """Forgets what was measured since `open`."""
-        self.on = False
+        super().drop()
         self.seen, self.numel = self._before
         self._empty()
 
     def after_micro_batch(self, positions: Mapping[str, int] | None = None) -> None:
-        self.on = False
-        if self.failed is not None:
-            raise self.failed
+        self.shut()
         self.sums[:, 0] += self.now[:, NORM].square()
         self.sums[:, 1:] += self.now[:, NONFINITE:]
         torch.maximum(self.maxima, self.now[:, ABSMAX], out=self.maxima)
@@ -169,10 +156,10 @@ class BlockRows(StepProbe):
         self.loud: set[int] = set()  # and those that built one
         self.silent: list[str] = []
 
-    def forward(self, index: int, module: nn.Module, output: Any) -> None:
+    def forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """Measures a block's output; never raises, since it runs amid someone's forward pass."""
         try:
-            if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing runs the block again
+            if again():
                 if index in self.quiet and index not in self.loud:
                     self.reentrant = self.reentrant or self.blocks[index]
                 return
@@ -233,38 +220,3 @@ class Found:
     kind: str
     nonfinite: int
     numel: int
-
-
-class Hook:
-    """The forward hook of one block; in a copy of the model, or one loaded from a file, it is an inert one."""
-
-    def __init__(self, rows: BlockRows, index: int) -> None:
-        self.rows, self.index = rows, index
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.rows.on:
-            if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-                eagerly(self.rows, self.index, module, output)
-            else:
-                self.rows.forward(self.index, module, output)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return inert
-
-    def __reduce__(self) -> Any:
-        return inert_hook, ()
-
-
-def inert(*args: Any) -> None:
-    """Does nothing."""
-
-
-def inert_hook() -> Any:
-    """Returns a hook that does nothing."""
-    return inert
-
-
-@_disable_dynamo  # unlike torch.compiler.disable it imports the compiler only when it is called
-def eagerly(rows: BlockRows, index: int, module: nn.Module, output: Any) -> None:
-    """Measures outside of any graph: a row number in one would make a graph of each block."""
-    rows.forward(index, module, output)

@@ -38,6 +38,23 @@ def places(batch: int, length: int, device: torch.device) -> Places:
     return Places(_spread(batch, n), positions, every > every[positions].unsqueeze(1))
 
 
+def spread(x: Tensor, most: int = SAMPLES, sequences: int = SEQUENCES) -> Tensor:
+    """Returns at most `most` rows of `x`, evenly spread over all dimensions but the last, as a view.
+
+    Of the first of several dimensions at most `sequences` are taken. Of a [B, T, D] batch the rows are those at its
+    `places`. It waits for no device and makes no tensor of places.
+
+    Shape: x [..., D], of two dimensions at least; result as many dimensions, at most `most` rows of D.
+    """
+    *lead, last = range(x.dim() - 1)
+    taken, left = [], most
+    for dim in lead:
+        n = min(x.shape[dim], sequences if dim == 0 else left, left)
+        taken.append(_spread(x.shape[dim], n))
+        left //= n
+    return x[(*taken, _spread(x.shape[last], min(x.shape[last], left)))]
+
+
 def _spread(of: int, n: int) -> slice:
     """Returns n of the numbers below `of`, evenly spread, as near to the middle of n equal parts as one step allows."""
     step = of // n
@@ -71,16 +88,25 @@ def keep(samples: Tensor, row: Tensor, x_BTD: Tensor, at: Places) -> None:
 
 
 def turns(samples: Tensor) -> Tensor:
-    """Returns the angle between each row and the next over pi, averaged over the places: arccos of the cosine, in fp64.
+    """Returns the angle between each row and the next over pi, averaged over the places.
 
-    In fp32 the cosine of an angle below 3e-4 would be 1. Places that hold zeros are left out.
+    Places that hold zeros are left out.
 
     Shape: samples [R, SAMPLES, D]; result [R - 1] fp64.
     """
     x = samples.double()
-    lengths = torch.linalg.vector_norm(x, dim=-1)
-    cosine = (x[:-1] * x[1:]).sum(-1) / (lengths[:-1] * lengths[1:])
-    return torch.nanmean(torch.arccos(cosine.clamp(-1, 1)), dim=-1) / torch.pi
+    return torch.nanmean(angles(x[:-1], x[1:]), dim=-1)
+
+
+def angles(x: Tensor, y: Tensor) -> Tensor:
+    """Returns the angle between vectors over pi: arccos of the cosine; NaN where one of them is 0.
+
+    It takes fp64: in fp32 the cosine of an angle below 3e-4 would be 1.
+
+    Shape: x, y [..., D] fp64; result [...] fp64.
+    """
+    lengths = torch.linalg.vector_norm(x, dim=-1) * torch.linalg.vector_norm(y, dim=-1)
+    return torch.arccos(((x * y).sum(-1) / lengths).clamp(-1, 1)) / torch.pi
 
 
 def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None = None, causal: bool = False) -> Tensor:

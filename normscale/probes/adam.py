@@ -66,11 +66,7 @@ class AdamEpsilon(Probe):
         self.stopwatch.settle()
         if "sums" not in values or np.isnan(values["sums"]).all():  # no step was applied yet
             return Reading()
-        below, made, whole, entries = values["sums"].reshape(self.sites, 4).T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            taken = np.where(whole > 0, 1 - made / whole, np.nan)
-        profiles = {"adam_eps_share": below / entries, "adam_eps_taken": taken}
-        return Reading({"adam_eps_share": float(below.sum() / entries.sum())}, profiles)
+        return reading_of(values["sums"].reshape(self.sites, 4))
 
     def _sums(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Returns, for each site, the entries below eps, the two sums of steps, and all entries; NaN before any step.
@@ -92,13 +88,36 @@ class AdamEpsilon(Probe):
             for sites, start in _pieces(run, self.split):
                 which = int(start >= self.split)
                 place = ((len(sites), run.length), (run.stride, 1), start - which * self.split)
-                root = states[which]["exp_avg_sq"].as_strided(*place).float().sqrt()
-                size = states[which]["exp_avg"].as_strided(*place).float().abs()
-                made = size / (root + edges[which])
-                whole = (size / root).nan_to_num_(0.0, 0.0)  # where v is 0, eps alone has made the step: it is left out
-                found = ((root < edges[which]).sum(1).double(), made.sum(1).double(), whole.sum(1).double())
+                first, second = (states[which][name].as_strided(*place) for name in ("exp_avg", "exp_avg_sq"))
+                found = [each.sum(1).double() for each in entries_of(first, second, edges[which])]
                 sums[:, :3].index_add_(0, sites, torch.stack(found, dim=1))
         return sums
+
+
+def entries_of(first: Tensor, second: Tensor, edge: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns of each entry whether sqrt(v) is below eps, the size of its step, and that with eps = 0.
+
+    `edge` is eps times the root of v's correction, so that it compares with sqrt(v) as the optimizer keeps it. All
+    three lack a factor, that of m's correction, which falls out of their ratio.
+
+    Shape: first and second moment [...]; edge as broadcasts to them; results [...].
+    """
+    root, size = second.float().sqrt(), first.float().abs()
+    whole = (size / root).nan_to_num_(0.0, 0.0)  # where v is 0, eps alone has made the step: it is left out
+    return root < edge, size / (root + edge), whole
+
+
+def reading_of(sums: Array) -> Reading:
+    """Returns the reading of the sums of the three by row, and of the number of entries.
+
+    Shape: sums [rows, 4].
+    """
+    below, made, whole, entries = sums.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share, taken = below / entries, np.where(whole > 0, 1 - made / whole, np.nan)
+    return Reading(
+        {"adam_eps_share": float(below.sum() / entries.sum())}, {"adam_eps_share": share, "adam_eps_taken": taken}
+    )
 
 
 def _pieces(run: Run, split: int) -> Iterator[tuple[Tensor, int]]:

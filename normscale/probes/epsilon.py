@@ -90,11 +90,18 @@ class EpsilonSensitivity(Probe):
         self.stopwatch.settle()
         if "norms" not in values:
             return Reading()
-        table = values["norms"].reshape(len(self.names), len(COLUMNS))
-        profiles = dict(zip(COLUMNS, table.T, strict=True))
-        largest = {"eps_change_max": profiles["eps_up"], "eps_share_max": profiles["eps_share_1"]}
-        finite = {name: column[np.isfinite(column)] for name, column in largest.items()}
-        return Reading({name: float(column.max()) for name, column in finite.items() if column.size}, profiles)
+        return reading_of(values["norms"].reshape(len(self.names), len(COLUMNS)))
+
+
+def reading_of(table: Array) -> Reading:
+    """Returns the reading of the numbers of all norms.
+
+    Shape: table [norms, len(COLUMNS)].
+    """
+    profiles = dict(zip(COLUMNS, table.T, strict=True))
+    largest = {"eps_change_max": profiles["eps_up"], "eps_share_max": profiles["eps_share_1"]}
+    finite = {name: column[np.isfinite(column)] for name, column in largest.items()}
+    return Reading({name: float(column.max()) for name, column in finite.items() if column.size}, profiles)
 
 
 def sampled(x: Tensor, rows: int) -> Tensor:
@@ -118,34 +125,52 @@ def sensitivity(x: Tensor, norm: Norm, compute: torch.dtype) -> Tensor:
     Shape: x [R, D]; result [len(COLUMNS)] fp64.
     """
     assert norm.spec is not None, "norms without a spec have no eps"
-    eps, x_RD = norm.eps, x.double()
+    x_RD = x.double()
     centred_RD = x_RD - x_RD.mean(-1, keepdim=True) if norm.spec.kind == "layernorm" else x_RD
-    var_R = centred_RD.square().mean(-1)
-    y_3RD = torch.stack([centred_RD * (var_R + each).rsqrt()[:, None] for each in (eps / 10, eps, eps * 10)])
-    if norm.gamma is not None:
-        gain = norm.gamma.detach().double()
-        y_3RD = y_3RD * (1 + gain if norm.spec.zero_centred else gain)
-    if norm.bias is not None:
-        y_3RD = y_3RD + norm.bias.detach().double()
-    down, at, up = y_3RD
-    size = torch.linalg.vector_norm(at)
-    change = torch.stack([torch.linalg.vector_norm(up - at), torch.linalg.vector_norm(down - at)])
-    change = torch.where(change == 0, change, change / size)  # an output of nothing but zeros does not change
-    shares = [torch.where(var_R.isnan(), var_R, (eps > part * var_R).double()).mean() for part in (0.01, 0.1)]
-    gain_R = (var_R + eps).rsqrt()
-    return torch.stack([*change, *shares, gain_R.median(), gain_R.max(), lost(var_R, eps, compute).mean()])
+    gain = None if norm.gamma is None else norm.gamma.detach().double()
+    if gain is not None and norm.spec.zero_centred:
+        gain = 1 + gain
+    bias = None if norm.bias is None else norm.bias.detach().double()
+    eps = torch.full((1, 1), norm.eps, dtype=torch.float64, device=x.device)
+    return shadow(centred_RD[None], eps, gain, bias, compute)[0]
 
 
-def lost(var: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def shadow(x_NRD: Tensor, eps_N1: Tensor, gain: Tensor | None, bias: Tensor | None, compute: torch.dtype) -> Tensor:
+    """Returns the numbers of several norms, of what is left of their inputs where a norm has taken the mean away.
+
+    Shape: all fp64; gain, bias as broadcasts to [N, R, D]; result [N, len(COLUMNS)].
+    """
+    var_NR = x_NRD.square().mean(-1)
+    y_3NRD = torch.stack([x_NRD * (var_NR + each).rsqrt().unsqueeze(-1) for each in (eps_N1 / 10, eps_N1, eps_N1 * 10)])
+    if gain is not None:
+        y_3NRD = y_3NRD * gain
+    if bias is not None:
+        y_3NRD = y_3NRD + bias
+    down, at, up = y_3NRD
+    size_N = _size(at)
+    changes = [_size(up - at), _size(down - at)]
+    changes = [torch.where(each == 0, each, each / size_N) for each in changes]  # nothing but zeros does not change
+    over = [torch.where(var_NR.isnan(), var_NR, (eps_N1 > part * var_NR).double()).mean(-1) for part in (0.01, 0.1)]
+    gain_NR = (var_NR + eps_N1).rsqrt()
+    gains = [gain_NR.median(-1).values, gain_NR.amax(-1)]
+    return torch.stack([*changes, *over, *gains, lost(var_NR, eps_N1, compute).mean(-1)], dim=-1)
+
+
+def _size(x_NRD: Tensor) -> Tensor:
+    size: Tensor = torch.linalg.vector_norm(x_NRD, dim=(-2, -1))
+    return size
+
+
+def lost(var: Tensor, eps: float | Tensor, dtype: torch.dtype) -> Tensor:
     """Returns 1 where var + eps computed in `dtype` is 0 in place of more, not finite, or off by over two roundings.
 
-    Shape: var [R] fp64; result [R] fp64, NaN where var is.
+    Shape: var [..., R] fp64, eps a number or as broadcasts to it; result [..., R] fp64, NaN where var is.
     """
 
     def rounded(values: Tensor) -> Tensor:
         return values.float().to(dtype).double()
 
     exact = var + eps
-    seen = rounded(rounded(var) + rounded(torch.full_like(var, eps)))
+    seen = rounded(rounded(var) + rounded(torch.zeros_like(var) + eps))
     off = ~torch.isfinite(seen) | ((seen - exact).abs() > 2 * torch.finfo(dtype).eps * exact)
     return torch.where(var.isnan(), var, off.double())

@@ -29,10 +29,16 @@ class OutputSoftmax(Probe):
 
     def after_forward(self, logits_BTV: Tensor, targets_BT: Tensor) -> None:
         with torch.no_grad():
-            log_z, counts = logits_BTV.float().logsumexp(dim=-1), targets_BT >= 0
-            self.sums[0] += log_z.masked_fill(~counts, 0.0).sum(dtype=torch.float64)
-            self.sums[1] += counts.sum()
-            torch.maximum(self.largest, log_z.masked_fill(~counts, -torch.inf).amax(), out=self.largest)
+            self.add(logits_BTV.float().logsumexp(dim=-1), targets_BT >= 0)
+
+    def add(self, log_z: Tensor, counts: Tensor) -> None:
+        """Takes log Z at positions, of which some count.
+
+        Shape: log_z, counts alike.
+        """
+        self.sums[0] += log_z.masked_fill(~counts, 0.0).sum(dtype=torch.float64)
+        self.sums[1] += counts.sum()
+        torch.maximum(self.largest, log_z.masked_fill(~counts, -torch.inf).amax(), out=self.largest)
 
     def hand_over(self) -> Mapping[str, Hand]:
         return {"sums": Hand(self.sums, "sum"), "largest": Hand(self.largest, "max")}

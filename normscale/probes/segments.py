@@ -52,7 +52,7 @@ class SiteSquares:
         share = None if most is None else max(LEAST, most // len(stretches))
         self.runs = []
         for start, length, stride, sites in _runs(stretches):
-            lines, width, step = _sample(length, share)
+            lines, width, step = sample_of(length, share)
             index = torch.tensor(sites, device=parameters.device)
             self.runs.append(Run(start, length, stride, index, lines, width, step, length / (lines * width)))
 
@@ -84,8 +84,8 @@ class SiteSquares:
         return sums
 
 
-def _sample(length: int, share: int | None) -> tuple[int, int, int]:
-    """Returns lines, width and step of what is taken of a stretch; an odd number of lines apart: all columns."""
+def sample_of(length: int, share: int | None) -> tuple[int, int, int]:
+    """Returns lines, width and step of what is taken of so many entries; an odd number of lines apart: all columns."""
     if share is None or length <= share:
         return 1, length, length
     apart = -(-length // share) | 1

@@ -174,7 +174,7 @@ PROFILES: dict[str, str] = {
     "angle": "angle between what each block reads and leaves in the stream, over pi (rows are blocks, not sites)",
     "removal": "rise of the held-out loss without each block, NaN for one not tried (rows are blocks)",
     "stream_mean_share": "mean of the stream's entries, without its sign, over their RMS, after each site",
-    "branch_ratio": "RMS of each site's branch output over that of the stream after it",
+    "branch_ratio": "RMS of each site's branch over that of the stream after it (a monitor: of blocks, sampled rows)",
     "z_rms": "RMS of what each site normalises, alpha * residual + branch (Post-Norm family)",
     "z_absmax": "largest absolute value of what each site normalises",
     "z_nonfinite": "number of non-finite entries of what each site normalises",

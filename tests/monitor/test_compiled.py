@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import normscale
 from normscale.errors import BadInput
-from tests.monitor.made import Net, adamw, batches, loss_fn, net, record
+from tests.monitor.made import Net, adamw, batches, events, loss_fn, net, record
 
 FORMS = ("forward", "wrapper", "in place", "model", "model in place")
 
@@ -67,8 +67,11 @@ def test_hooks_work_or_the_monitor_refuses(form: str, late: bool, tmp_path: Path
         return
     seen = run(model, inner, batches(4), monitor)
     assert all(torch.equal(a, b) for a, b in zip(seen, bare, strict=True))
-    profiles = record(monitor).profiles
-    for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel"):
+    found = record(monitor)
+    profiles = found.profiles
+    assert [event["says"] for event in events(found, "unavailable") if event["what"] == "eps_up"]  # not measured as 0
+    assert not {"eps_up"} & set(profiles)
+    for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel", "angle_online", "branch_ratio"):
         assert profiles[name].data.shape == (3, 12)
         assert np.isfinite(profiles[name].data).all()
         assert (profiles[name].data > 0).all()

@@ -120,7 +120,16 @@ def test_gradients_of_blocks_are_those_of_the_mean_over_ranks(kind: str, trained
 def test_ddp_and_fsdp2_give_the_same_numbers(trained: Any) -> None:
     """Their first step is the same; FSDP2 has its gradients in pieces, and is clipped."""
     ddp, fsdp2 = (trained(kind)[2] for kind in ("ddp", "fsdp2"))
-    for name in ("stream_rms", "stream_absmax", "stream_grad_norm", "grad_norm"):
+    same = (
+        "stream_rms",
+        "stream_absmax",
+        "stream_grad_norm",
+        "grad_norm",
+        "angle_online",
+        "branch_ratio",
+        "eps_gain_max",
+    )
+    for name in same:
         np.testing.assert_allclose(fsdp2.profiles[name].data[0], ddp.profiles[name].data[0], rtol=1e-5, err_msg=name)
     (told,) = events(trained("ddp-late")[2], "unavailable")
     assert told["says"].startswith("stream_grad_norm is of 2 ranks' own losses together")

@@ -1,5 +1,6 @@
 """The README's example, as it stands there."""
 
+import math
 import os
 import re
 import subprocess
@@ -38,8 +39,14 @@ def test_the_example_runs_and_its_run_can_be_shown(tmp_path: Path, capsys: pytes
     assert found.summary["applied"] == found.summary["steps"] == 40
     losses = found.series["loss_train"].values
     assert losses[-1] < losses[0]
-    for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel"):
-        assert (found.profiles[name].data > 0).all()
+    assert found.start["norms"] == [f"transformer.h.{i}.ln_{j}" for i in range(4) for j in (1, 2)] + [
+        "transformer.ln_f"
+    ]
+    measured = ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel", "branch_ratio", "angle_online", "eps_up")
+    for name in measured:
+        assert (found.profiles[name].data > 0).all(), name
+    assert min(found.series["logz_mean"].values) > math.log(256) - 1
+    assert not [event for event in found.events if event["event"] in ("unavailable", "probe_off")]
     assert main(["show", "latest", "--runs", str(tmp_path / "runs")]) == 0
     shown = capsys.readouterr().out
     assert "GPT2LMHeadModel" in shown

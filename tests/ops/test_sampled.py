@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from normscale.ops import sampled
-from normscale.ops.sampled import SAMPLES, Places, attention_row, keep, places, take, turns
+from normscale.ops.sampled import SAMPLES, Places, attention_row, keep, places, spread, take, turns
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (2, 8), (3, 50), (5, 64), (8, 64), (9, 3), (16, 2), (40, 33), (300, 1)]
 CPU = torch.device("cpu")
@@ -135,3 +135,13 @@ def test_fewer_places_leave_nothing_of_the_samples_before() -> None:
     assert torch.equal(samples[1, :2], x_BTD[0])
     assert not samples[1, 2:].any()
     assert bool((samples[0] == 1).all())
+
+
+@pytest.mark.parametrize(("batch", "length"), SHAPES)
+def test_rows_that_are_spread_are_those_at_the_places(batch: int, length: int) -> None:
+    x = torch.randn(batch, length, 3)
+    assert torch.equal(spread(x), take(x, places(batch, length, CPU)))
+    assert torch.equal(spread(x[0]), take(x[:1], places(1, length, CPU))[0])
+    heads = spread(x.unflatten(0, (batch, 1)).expand(-1, 5, -1, -1))
+    assert heads.dim() == 4
+    assert 1 <= heads.flatten(0, -2).shape[0] <= SAMPLES
