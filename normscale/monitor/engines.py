@@ -102,7 +102,7 @@ class Engine:
     """One process, DistributedDataParallel or FSDP2: gradients lie in `.grad`, reduced, and the step is ours to make.
 
     Under DDP every rank has the same gradients, to the bit, so that all decide alike without a word; where ranks hold
-    shards, or something else that is not known, one sum of three numbers a step makes them.
+    shards, or something else that is not known, one sum of a few numbers a step makes them.
     """
 
     name = "plain"
@@ -237,16 +237,20 @@ class Engine:
             norm = total.double()
         elif asked.clip is not None or asked.norm_wanted:
             squares = gradients.squares().sum()
-            norm = (squares * self.world if alike else self.sum(squares)).sqrt()
+            norm = (squares * self.world if alike else squares).sqrt()  # of this rank's part, where ranks hold parts
             total = norm.float()
         flags = [flag for flag in (found, None if norm is None else ~torch.isfinite(norm)) if flag is not None]
         bad = torch.stack([flag.double() for flag in flags]).amax() if flags else gradients.nonfinite().double()
         size = loss if norm is None else norm
         unknown = torch.zeros_like(size) if norm is None else (norm < 0).double()
-        numbers = torch.stack([loss, size, bad, (~torch.isfinite(loss)).double(), unknown])
+        numbers = torch.stack([loss, size, bad, (~torch.isfinite(loss)).double(), unknown, size.square()])
         if not alike:
             numbers[2:] = self.sum(numbers[2:])
-        value, length, any_bad, bad_losses, unmeasured = numbers.tolist()
+        if not alike and total is not None:  # parts, whose squares have come together with all else
+            numbers[1] = numbers[5].sqrt()
+            numbers[2] += ~torch.isfinite(numbers[1])
+            total = numbers[1].float()
+        value, length, any_bad, bad_losses, unmeasured, _ = numbers.tolist()
         if unmeasured:
             return self._judge(replace(asked, grad_norm=None, norm_wanted=True), gradients, found)
         if alike and self.world > 1:

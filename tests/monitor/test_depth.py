@@ -301,3 +301,35 @@ def test_a_micro_batch_that_did_not_end_well_is_not_measured(tmp_path: Path) -> 
         profiles[-1]["logz"] = np.array(found.series["logz_mean"].values)
     for name, data in profiles[0].items():
         np.testing.assert_array_equal(profiles[1][name], data, err_msg=name)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_measured_step_has_two_collectives_more(
+    depth: int, clip: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of ranks that hold parts of the gradients; here two that hold the same, whose collectives need no other rank."""
+    calls: list[int] = []
+
+    def reduced(values: Tensor, how: Any) -> Tensor:
+        calls.append(values.numel())
+        return 2 * values if how is torch.distributed.ReduceOp.SUM else values.clone()
+
+    monkeypatch.setattr("normscale.monitor.engines._reduced", reduced)
+    model = net(depth)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=2, clip=clip, logits="head")
+    monitor.engine.world = monitor.guard.world = 2
+    optimizer, counts = adamw(model), []
+    for batch in batches(4):
+        calls.clear()
+        with monitor.micro_batch():
+            loss = loss_fn(model, batch)
+            loss.backward()
+        own = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        report = monitor.step(optimizer, loss)
+        optimizer.zero_grad()
+        counts.append(len(calls))
+        if report.grad_norm is not None:
+            assert report.grad_norm == pytest.approx(float(own) * math.sqrt(2), rel=1e-5)
+    assert counts == [4, 3, 1, 3]  # the first time the shapes of what is handed over are agreed upon
+    assert not events(record(monitor), "probe_off")
