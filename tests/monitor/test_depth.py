@@ -166,7 +166,7 @@ def test_epsilon_of_norms_is_that_of_their_own_forward(tmp_path: Path) -> None:
             loss = model(batch).square().mean()
             loss.backward()
         with suppress(RuntimeError), monitor.micro_batch():
-            model(batch).view(-1, 3)  # which its size does not allow
+            model(batch).view(-1, 7)  # which its size does not allow
     monitor.step(optimizer, loss)
     wanted = np.array([shadow(seen.given[norm][:9], norm) for norm in model.norms])
     found = record(monitor)
