@@ -11,6 +11,7 @@ from normscale.monitor.losses import StepProbe
 from normscale.monitor.samples import Samples
 from normscale.probes.adam import entries_of, reading_of
 from normscale.probes.probe import Array, Hand, Reading
+from normscale.probes.sending import sent
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)  # the second is one of the first in newer versions of torch alone
 
@@ -50,7 +51,7 @@ class AdamMoments(StepProbe):
             return  # no step was applied yet
         first, second = [state[p]["exp_avg"] for p in flat], [_second(state[p], settings[id(p)]) for p in flat]
         take = self._sampled(groups, flat, second)
-        edges = torch.stack([_edge(state[p], settings[id(p)]) for p in flat]).to(self.device)
+        edges = _edges([(state[p]["step"], settings[id(p)]) for p in flat], self.device)
         below, made, whole = entries_of(take(first), take(second), take.spread(edges))
         found = (below, made, whole, torch.ones_like(whole))
         self.sums = torch.stack([take.sums(each) for each in found], dim=1)
@@ -78,7 +79,18 @@ def _second(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     return second
 
 
-def _edge(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """Returns eps in units of the second moment's root as it is kept, without the correction of its bias."""
-    correction = 1 - float(group["betas"][1]) ** torch.as_tensor(state["step"]).float()
-    return float(group["eps"]) * correction.sqrt()
+def _edges(steps: Sequence[tuple[Any, Mapping[str, Any]]], device: torch.device) -> Tensor:
+    """Returns eps in units of the second moment's root as it is kept, without the correction of its bias.
+
+    Takes the steps of each parameter, and its settings; counts of a fused optimizer lie on a GPU, and stay there.
+
+    Shape: result [len(steps)].
+    """
+    near = [not isinstance(step, Tensor) or step.device.type == "cpu" for step, _ in steps]
+    decay = sent([float(group["betas"][1]) for _, group in steps], device)
+    eps = sent([float(group["eps"]) for _, group in steps], device)
+    if all(near):
+        made = sent([float(step) for step, _ in steps], device)
+    else:
+        made = torch.stack([torch.as_tensor(step, device=device).double() for step, _ in steps])
+    return (eps * (1 - decay**made).sqrt()).float()

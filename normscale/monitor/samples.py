@@ -7,6 +7,7 @@ from torch import Tensor
 
 from normscale.monitor.pieces import local, share_of
 from normscale.probes.segments import sample_of
+from normscale.probes.sending import sent
 from normscale.probes.weights import ENTRIES
 
 LEAST = 64  # entries of a tensor that are taken at least, or all it has
@@ -29,9 +30,12 @@ class Samples:
         for i, size, n in zip(owner, self.sizes, taken, strict=True):
             self.partial[i] |= n < size
         weights = [share_of(x) * size / max(1, n) for x, size, n in zip(tensors, self.sizes, taken, strict=True)]
-        self._tensor_of = torch.repeat_interleave(torch.arange(len(taken)), torch.tensor(taken)).to(device)
-        self._group_of = torch.tensor(owner, device=device)
-        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
+        self._group_of = sent(owner, device, torch.int64)
+        self._weights = sent(weights, device)
+        lengths = sent(taken, device, torch.int64)
+        self._tensor_of = torch.repeat_interleave(
+            lengths, output_size=sum(taken)
+        )  # a size that is known is not awaited
 
     def fit(self, tensors: Sequence[Tensor], device: torch.device) -> bool:
         """Returns whether tensors are still of these sizes, and on this device."""
