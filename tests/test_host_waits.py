@@ -118,8 +118,8 @@ def test_nor_do_probes_with_passes_of_their_own(apart: Apart, monkeypatch: pytes
 class Watched:
     """A loop as people write it, with a monitor in it or without; either reads one number of each step."""
 
-    def __init__(self, folder: Path, device: torch.device | None = None) -> None:
-        self.model, self.batch, self.folder = net(3), batches(1)[0], folder
+    def __init__(self, folder: Path, device: torch.device | None = None, scaler: Any = None) -> None:
+        self.model, self.batch, self.folder, self.scaler = net(3), batches(1)[0], folder, scaler
         if device is not None:
             self.model, self.batch = self.model.to(device), self.batch.to(device)
 
@@ -129,20 +129,27 @@ class Watched:
         for every in (1, NEVER, 1):  # what is found out and allocated once
             self.stepped(every)
 
+    def backward(self) -> Tensor:
+        loss = loss_fn(self.model, self.batch)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss.detach()
+
     def bare(self) -> None:
         self.optimizer.zero_grad()
-        loss = loss_fn(self.model, self.batch)
-        loss.backward()
-        self.optimizer.step()
-        float(loss.detach())
+        loss = self.backward()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        float(loss)
 
     def stepped(self, every: int) -> None:
         self.monitor.every = every
         self.optimizer.zero_grad()
         with self.monitor.micro_batch(self.batch):
-            loss = loss_fn(self.model, self.batch)
-            loss.backward()
-        assert self.monitor.step(self.optimizer, loss).applied
+            loss = self.backward()
+        assert self.monitor.step(self.optimizer, loss, scaler=self.scaler).applied
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -154,6 +161,17 @@ def test_a_monitored_loop_waits_as_often_as_a_bare_one(fused: bool, apart: Apart
     assert waits_of(apart, lambda: loop.stepped(NEVER)) == ["tolist"]
     assert waits_of(apart, lambda: loop.stepped(1)) == ["tolist", "cpu"]
     assert waits_of(apart, loop.bare) == ["__float__"]
+    loop.monitor.close()
+
+
+def test_with_a_loss_scale_a_monitored_loop_waits_once_more(apart: Apart, tmp_path: Path) -> None:
+    """For what the scale has become, which is recorded; the scaler itself waits for what it has found."""
+    loop = Watched(tmp_path, scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+    apart.moved()
+    loop.attach(fused=False)
+    assert waits_of(apart, lambda: loop.stepped(NEVER)) == ["tolist", "item", "tolist"]
+    assert waits_of(apart, lambda: loop.stepped(1)) == ["tolist", "item", "tolist", "cpu"]
+    assert waits_of(apart, loop.bare) == ["item", "__float__"]
     loop.monitor.close()
 
 

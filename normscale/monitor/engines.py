@@ -176,7 +176,7 @@ class Engine:
             self.name, self._gathers = "fsdp2", True
             if scaler is not None:
                 raise BadInput("monitor.step: a GradScaler with FSDP2 is not supported; use bf16, or DDP")
-        scale = None if scaler is None else float(scaler.get_scale())
+        before = None if scaler is None else _scale_of(scaler, gradients.device)
         found = None if scaler is None else _unscaled(scaler, optimizer)
         asked.after_backward(gradients)
         reason, loss, norm, total, looked = self._judge(asked, gradients, found)
@@ -195,7 +195,7 @@ class Engine:
                 reason = "skipped by the engine"
         elif scaler is not None:
             scaler.update()
-        scales = None if scale is None else (scale, float(scaler.get_scale()))
+        scales = None if before is None else _both(before, _scale_of(scaler, gradients.device))
         if scales is not None and reason not in ("applied", "non-finite loss") and self._lowered(scales, gradients):
             reason = "loss scale overflow"
         return Result(reason, loss, norm, clipped, gradients if looked else None, scales)
@@ -287,6 +287,18 @@ def _reduced(values: Tensor, how: Any) -> Tensor:
     values = values.clone()
     dist.all_reduce(values, how)
     return values
+
+
+def _scale_of(scaler: Any, device: torch.device) -> Tensor:
+    """Returns a loss scale as a 0-d tensor; `get_scale` would make the host wait for a GPU."""
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return scale
+
+
+def _both(before: Tensor, after: Tensor) -> tuple[float, float]:
+    """Returns two loss scales on the host, which waits once."""
+    first, second = torch.stack([before, after]).tolist()
+    return first, second
 
 
 def _unscaled(scaler: Any, optimizer: Any) -> Tensor:
