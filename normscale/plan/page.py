@@ -108,8 +108,8 @@ def _hours(plan: Made) -> list[str]:
         lacks = "no GPU is given or here" if plan.asked.gpu is None else "the peak of this GPU is not published"
         return [f"time         not known: {lacks} (--gpu NAME)"]
     lines = [
-        f"time         {hours.step_s:.3g} s a step, {hours.wall:,.4g} hours for {train.steps:,} steps and their "
-        f"evaluations: {hours.gpu:,.4g} GPU-hours",
+        f"time         {figure(hours.step_s)} s a step, {figure(hours.wall)} hours for {train.steps:,} steps and their "
+        f"evaluations: {figure(hours.gpu)} GPU-hours",
         f"             at {hours.rate.mfu:.0%} of the peak ({hours.rate.source})",
     ]
     if hours.by_links:
@@ -119,7 +119,7 @@ def _hours(plan: Made) -> list[str]:
     if plan.asked.budget is not None:
         steps = int(train.steps * min(1.0, plan.asked.budget / hours.gpu))
         said = "enough" if plan.in_budget else f"enough for {steps:,} steps"
-        lines.append(f"budget       {plan.asked.budget:,.4g} GPU-hours: {said}")
+        lines.append(f"budget       {figure(plan.asked.budget)} GPU-hours: {said}")
     return lines
 
 
