@@ -58,6 +58,11 @@ class Reported:
             return self.published.done
         return sum(result.record is not None and result.record.finished for result in self.results)
 
+    @property
+    def lacks_runs(self) -> bool:
+        """Returns whether runs are missing that the claim was to have; what a budget left out is not among them."""
+        return self.done < len(self.results)
+
     def numbers(self) -> dict[str, Any]:
         """Returns what report.json says of the claim."""
         told = self.judgement.as_dict()
@@ -138,6 +143,8 @@ def write_report(
 def publish(written: Written, results: Path | None = None) -> list[Path]:
     """Writes a compact record and the figure of every claim that was run to experiments/results; returns the files.
 
+    One that lacks runs is left out: it would take the place of a whole record.
+
     Raises:
         StoreError: the folder cannot be written.
     """
@@ -146,7 +153,12 @@ def publish(written: Written, results: Path | None = None) -> list[Path]:
     try:
         results.mkdir(parents=True, exist_ok=True)
         for reported in written.claims:
-            if not reported.done or reported.profile == "smoke" or reported.published is not None:
+            if (
+                reported.lacks_runs
+                or not reported.done
+                or reported.profile == "smoke"
+                or reported.published is not None
+            ):
                 continue
             path = results / f"{reported.claim.id}.json"
             write_whole(path, json.dumps(compact(reported), indent=1, allow_nan=False) + "\n")

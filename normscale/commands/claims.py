@@ -75,6 +75,9 @@ def report(options: argparse.Namespace) -> int:
     print(written)
     for path in publish(written) if options.publish else []:
         print(f"published {path}")
+    for one in written.claims if options.publish else []:
+        if one.lacks_runs and one.published is None and one.profile != "smoke":
+            print(f"not published: {one.claim.id} has {one.done} of {len(one.results)} runs; finish it: {one.command}")
     return 0
 
 

@@ -200,6 +200,15 @@ def test_published_records_hold_every_cell_and_the_figure(tmp_path: Path) -> Non
     assert str(tmp_path) not in files[0].read_text()
 
 
+def test_a_claim_that_lacks_a_run_takes_no_published_record_s_place(tmp_path: Path) -> None:
+    make = by_slope(SLOPES)
+    missing = UPDATE.cells("cpu")[-1]
+    store(tmp_path / "runs", UPDATE, lambda cell: None if cell == missing else make(cell))
+    written = write_report(tmp_path / "runs", [UPDATE], reports=tmp_path / "reports")
+    assert written.claims[0].lacks_runs
+    assert publish(written, tmp_path / "results") == []
+
+
 def test_the_terminal_table_fits(tmp_path: Path) -> None:
     store(tmp_path / "runs", UPDATE, by_slope(SLOPES))
     written = write_report(tmp_path / "runs", [UPDATE, DEPTH], reports=tmp_path / "reports")
