@@ -13,10 +13,9 @@ Pre-Norm of 8 blocks stands 1e-3, at which it trains in all depth claims, is the
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Value
-from normscale.claims.protocol import DEPTH, SMOKE
+from normscale.claims.protocol import RAMP, RAMP_PUBLISHED, RAMP_STEPS, RAMP_TOP, RAMPED, SMOKE
 
 SHALLOW, BLOCKS, DEEPEST = 8, 32, 256
-STEPS, EVERY, TOP = 1000, 10, 5e-2
 ARMS = {
     "post": {"model.scheme": "post"},
     "deepnorm-keel": {"model.scheme": "deepnorm", "model.scheme_options": {"constants": "keel"}},
@@ -29,20 +28,13 @@ ARMS = {
 JUDGED = [arm for arm in ARMS if arm != "deepnorm"]
 SHOWN = ("post", "pre", "keel")  # at 8 blocks, too
 FAR = 3.0
-RATE = "rate_tolerated"
-PAPER = {"train.optim.betas": (0.9, 0.95), "train.optim.weight_decay": 0.01, "train.optim.clip": 1.0}
 
 
 def ordered(blocks: int) -> tuple[Value, ...]:
     """Returns the order of the schemes at a depth."""
     pairs = (("deepnorm-keel", "post"), ("hybridnorm", "deepnorm-keel"), ("mixln", "deepnorm-keel"), ("keel", "pre"))
-    above = [Value(arm, RATE, at=blocks, than=than, above=1.0) for arm, than in pairs]
-    return (*above, *(Value("pre", RATE, at=blocks, than=than, above=FAR) for than in ("hybridnorm", "mixln")))
-
-
-def ramp(steps: int) -> dict[str, object]:
-    """Returns a rate that rises in a line over so many steps, and a hundred evaluations."""
-    return {"train.steps": steps, "train.schedule.warmup_steps": steps, "train.eval_every": steps // 100}
+    above = [Value(arm, RAMPED, at=blocks, than=than, above=1.0) for arm, than in pairs]
+    return (*above, *(Value("pre", RAMPED, at=blocks, than=than, above=FAR) for than in ("hybridnorm", "mixln")))
 
 
 CLAIM = Claim(
@@ -53,14 +45,7 @@ CLAIM = Claim(
     ),
     source="Chen and Wei 2026 (Keel), arXiv:2601.19895, Table 1 and section 5.1",
     family="depth",
-    base={
-        **DEPTH,
-        **ramp(STEPS),
-        "train.optim.lr": TOP,
-        "train.eval_batches": 2,
-        "probes.every": EVERY,
-        "probes.profiles": False,
-    },
+    base=RAMP,
     arms=ARMS,
     labels={
         "post": "Post-Norm",
@@ -71,7 +56,7 @@ CLAIM = Claim(
         "keel": "Keel",
         "deepnorm": "DeepNorm",
     },
-    control=(Value("pre", RATE, at=SHALLOW, above=1e-3),),
+    control=(Value("pre", RAMPED, at=SHALLOW, above=1e-3),),
     expect=ordered(BLOCKS),
     profiles={
         "smoke": Profile(main={arm: {2: 1} for arm in ARMS}, set=SMOKE),
@@ -81,29 +66,29 @@ CLAIM = Claim(
         ),
         "gpu": Profile(
             main={arm: {SHALLOW: 3, BLOCKS: 3, DEEPEST: 3} for arm in ARMS},
-            set={**ramp(5000), **PAPER},
+            set=RAMP_PUBLISHED,
             floor={**{arm: {BLOCKS: 3, DEEPEST: 3} for arm in JUDGED}, "pre": {SHALLOW: 3, BLOCKS: 3, DEEPEST: 3}},
-            control=(Value("pre", RATE, at=SHALLOW, above=1e-3),),
+            control=(Value("pre", RAMPED, at=SHALLOW, above=1e-3),),
             expect=(
                 *ordered(BLOCKS),
-                Value("deepnorm-keel", RATE, at=DEEPEST, than="post", above=1.0),
-                Value("keel", RATE, at=DEEPEST, than="pre", above=1.0),
-                *(Value("pre", RATE, at=DEEPEST, than=than, above=FAR) for than in ("hybridnorm", "mixln")),
+                Value("deepnorm-keel", RAMPED, at=DEEPEST, than="post", above=1.0),
+                Value("keel", RAMPED, at=DEEPEST, than="pre", above=1.0),
+                *(Value("pre", RAMPED, at=DEEPEST, than=than, above=FAR) for than in ("hybridnorm", "mixln")),
             ),
         ),
     },
     to_failure=True,
     core=False,
     figure="values",
-    numbers={RATE: "largest tolerable learning rate"},
+    numbers={RAMPED: "largest tolerable learning rate"},
     how=(
         f"Decoder-only models of {SHALLOW} and {BLOCKS} blocks (width 64, 64 tokens of context, batch 8) read source "
-        f"text for {STEPS} Adam steps while the rate rises in a line from 0 to {TOP:g}. Measured is the rate at the "
-        "first evaluation below which the held-out loss never again falls by 0.05 nats, whether it stagnates, spikes "
-        "for good, grows, or is not finite any more: the three ways in which the paper has a run diverge."
+        f"text for {RAMP_STEPS} Adam steps while the rate rises in a line from 0 to {RAMP_TOP:g}. Measured is the rate "
+        "at the first evaluation below which the held-out loss never again falls by 0.05 nats, whether it stagnates, "
+        "spikes for good, grows, or is not finite any more: the three ways in which the paper has a run diverge."
     ),
     paper={
-        f"{arm} L{BLOCKS} {RATE}": f"{rate} at 64 sublayers (Table 1)"
+        f"{arm} L{BLOCKS} {RAMPED}": f"{rate} at 64 sublayers (Table 1)"
         for arm, rate in (
             ("post", "3.0e-4"),
             ("deepnorm-keel", "3.5e-4"),
@@ -114,10 +99,10 @@ CLAIM = Claim(
         )
     },
     differs=(
-        f"width 64 instead of 1024, and {STEPS} steps instead of 5000, so that the rate rises five times as fast and a "
-        "model is further along it before a failure shows: the order is judged, not the rates",
+        f"width 64 instead of 1024, and {RAMP_STEPS} steps instead of 5000, so that the rate rises five times as fast "
+        "and a model is further along it before a failure shows: the order is judged, not the rates",
         "0.05 nats, what counts as progress, and an evaluation every tenth step are ours; a model that gets better to "
-        f"the end tolerates {TOP:g} or more",
+        f"the end tolerates {RAMP_TOP:g} or more",
         "no clipping and no weight decay in the cpu profile, and betas of 0.9 and 0.98: the paper has 1, 0.01, and 0.9 "
         "and 0.95; Keel's norms have a bias here as all others",
         "512 sublayers are left to the gpu profile, with 5000 steps and the paper's Adam; there HybridNorm and Mix-LN "

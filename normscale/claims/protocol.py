@@ -91,6 +91,36 @@ ENCODER: Mapping[str, Any] = {
 SMOKE: Mapping[str, Any] = {**evaluated(6), "train.eval_batches": 1, "train.schedule.warmup_steps": 2}
 
 
+RAMP_STEPS, RAMP_TOP = 1000, 5e-2
+
+
+def ramp(steps: int) -> dict[str, Any]:
+    """Returns a rate that rises in a line over so many steps, and a hundred evaluations."""
+    return {"train.steps": steps, "train.schedule.warmup_steps": steps, "train.eval_every": steps // 100}
+
+
+RAMP: Mapping[str, Any] = {
+    **DEPTH,
+    **ramp(RAMP_STEPS),
+    "train.optim.lr": RAMP_TOP,
+    "train.eval_batches": 2,
+    "probes.every": 10,
+    "probes.profiles": False,
+}
+"""A run whose rate rises until it fails: Keel's protocol (arXiv:2601.19895, section 5.1) with a fifth of its steps."""
+
+RAMP_PUBLISHED: Mapping[str, Any] = {
+    **ramp(5000),
+    "train.optim.betas": (0.9, 0.95),
+    "train.optim.weight_decay": 0.01,
+    "train.optim.clip": 1.0,
+}
+"""What makes a ramp Keel's own, but for the size of the model."""
+
+RAMPED = "rate_tolerated"
+"""The number of such a run: see `claims.derived`."""
+
+
 def described(protocol: Mapping[str, Any]) -> str:
     """Returns a depth run under a protocol as a sentence."""
     return (
