@@ -14,9 +14,8 @@ number for it). A pilot of the control alone (Post-Norm, 2L-2L) chose the number
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Dies, Expectation, Trains, Value
-from normscale.claims.protocol import BOTH_STACKS, DEPTH, GAP, RATE, SMOKE, WARMUP, evaluated, published_run
+from normscale.claims.protocol import BOTH_STACKS, DEPTH, GAP, RATE, SMOKE, SPAN, SPAN_STEPS, WARMUP, published_run
 
-STEPS = 240
 BLEU = {"probes.translation.sentences": 500}
 ARMS = {scheme: {"model.scheme": scheme} for scheme in ("post", "pre", "deepnorm")}
 
@@ -36,14 +35,7 @@ CLAIM = Claim(
     says="With an encoder and a decoder, too, Post-Norm stops training as depth grows, and DeepNorm trains.",
     source="Wang et al. 2022 (DeepNet), arXiv:2203.00555, Table 1",
     family="depth",
-    base={
-        **DEPTH,
-        **evaluated(STEPS),
-        "train.eval_batches": 8,
-        "data.task": "span",
-        "data.noise": 0.5,
-        "data.span": 8.0,
-    },
+    base={**DEPTH, **SPAN},
     arms=ARMS,
     depth_keys=dict.fromkeys(ARMS, BOTH_STACKS),
     labels={"post": "Post-Norm", "pre": "Pre-Norm", "deepnorm": "DeepNorm"},
@@ -84,8 +76,8 @@ CLAIM = Claim(
     how=(
         "A small Transformer of as many encoder as decoder blocks (width 64, feed-forward 128, 2 heads, batch 8) reads "
         "64 bytes of source text of which half are cut out in spans of 8, and writes the spans, for "
-        f"{STEPS} Adam steps at {RATE:g} (warm-up over {WARMUP}). Only the scheme and the number of blocks change. "
-        f"{GAP} The gpu and paper profiles translate instead, and score held-out lines by BLEU."
+        f"{SPAN_STEPS} Adam steps at {RATE:g} (warm-up over {WARMUP}). Only the scheme and the number of blocks "
+        f"change. {GAP} The gpu and paper profiles translate instead, and score held-out lines by BLEU."
     ),
     paper={
         "post L6 gap": "trains at 6L-6L: 28.1 BLEU (Table 1)",
@@ -98,7 +90,7 @@ CLAIM = Claim(
     differs=(
         "the cpu profile restores hidden spans of text, byte by byte; the paper translates, and no BLEU is measured "
         "in that profile",
-        f"{STEPS} steps at width 64; the paper trains for 100 000 steps of 128 x 4096 tokens at width 512",
+        f"{SPAN_STEPS} steps at width 64; the paper trains for 100 000 steps of 128 x 4096 tokens at width 512",
         "fp32, no dropout, no label smoothing",
         "100L-100L is left to the paper profile, 50L-50L has one seed of DeepNorm and none of Post-Norm",
     ),

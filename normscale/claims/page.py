@@ -270,7 +270,7 @@ def _runs(reported: "Reported") -> str:
         numbers += [shown(summary.get("steps"), 0), shown(summary.get("seconds"), 1)]
         rows.append([escape(result.cell.name), *told, *numbers, f"<code>{escape(run_id)}</code>"])
     columns = [f"{name} {when_said(name, step)}" for name, step in judged]
-    columns = [column.replace("grad_last_out", "gradient") for column in columns]
+    columns = [column.replace("grad_last_out", "gradient").replace("grad_first", "gradient") for column in columns]
     columns += [escape(claim.numbers.get(number, number) + WHEN[when]) for number, when in values]
     columns += ["held-out loss"] if losses else []
     return table(["run", "state", "", *columns, "steps", "seconds", "id"], rows)

@@ -88,6 +88,17 @@ ENCODER: Mapping[str, Any] = {
 }
 """What makes a depth run one of an encoder alone, on masked bytes; its depth is `model.N`."""
 
+SPAN_STEPS = 240
+
+SPAN: Mapping[str, Any] = {
+    **evaluated(SPAN_STEPS),
+    "train.eval_batches": 8,
+    "data.task": "span",
+    "data.noise": 0.5,
+    "data.span": 8.0,
+}
+"""What makes a depth run one of an encoder and a decoder, on cut-out spans of text; its depth is that of both."""
+
 SMOKE: Mapping[str, Any] = {**evaluated(6), "train.eval_batches": 1, "train.schedule.warmup_steps": 2}
 
 

@@ -119,6 +119,7 @@ SLOPES = {
 
 SIZES = {"keel-sgd": 2.2, "torchscale-two": 1.3, "article-two": 1.6}
 GRADIENTS = {"post": 0.0, "pre": -0.5, "deepnorm": -0.49}
+FIRST = {"post": -0.51, "paper": -0.49, "keel": -0.51, "mixln": -0.9}
 DYING = ("post", "alpha", "beta", "neither", "mixln")
 
 
@@ -135,6 +136,8 @@ def by_theory(claim: Claim) -> Callable[[Cell], RunRecord]:
             return record(updates={1: update / 10, 10: update}, steps=12)
         if "grad_last_out" in claim.quantities:
             return record(steps=6, numbers={"grad_last_out": cell.depth ** GRADIENTS[cell.arm] * wobble})
+        if "grad_first" in claim.quantities:
+            return record(steps=6, numbers={"grad_first": cell.depth ** FIRST[cell.arm] * wobble})
         dying = cell.arm.startswith(DYING) and cell.depth >= 24
         gap = 0.01 * wobble if dying else 0.9 * wobble - 0.04 * math.log2(cell.depth)
         layers = _layers(cell, wobble) if claim.profiles_judged else None

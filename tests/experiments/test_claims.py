@@ -141,6 +141,7 @@ def test_seeds_are_as_many_as_the_depth_allows() -> None:
         ("growth-prenorm", "supported"),
         ("depth-ablation", "supported"),
         ("misinit-baselines", "supported"),
+        ("misinit-gradient", "supported"),
         ("depth-postnorm-dies", "supported"),
         ("update-bounded", "refuted"),
     ],

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TITLES = {"update": "Model update", "grad_last_out": "Gradient"}
+TITLES = {"update": "Model update", "grad_last_out": "Gradient", "grad_first": "Gradient"}
 PANEL_IN, ROW_IN, AROUND_IN = 4.6, 0.3, 1.2  # inches: height of a panel, of a row below it, what is around the rows
 OPTIMIZERS = {"adamw": "Adam", "sgd": "SGD"}
 AXES = {
     "update": "model update per token / learning rate",
     "grad_last_out": "gradient norm of the last feed-forward output matrix",
+    "grad_first": "gradient norm of the first sublayer",
 }
 
 Panels = dict[str, list[Slope]]

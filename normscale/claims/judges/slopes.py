@@ -14,6 +14,7 @@ from normscale.claims.results import MAIN, Measured, Part, Result, spread
 NOUNS = {
     "update": "update",
     "grad_last_out": "gradient of the last feed-forward output matrix",
+    "grad_first": "gradient of the first sublayer",
 }
 """What a reader calls a quantity."""
 
