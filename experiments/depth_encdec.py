@@ -44,7 +44,7 @@ CLAIM = Claim(
     profiles={
         "smoke": Profile(main={arm: {2: 1} for arm in ARMS}, set=SMOKE),
         "cpu": Profile(
-            main={"post": {2: 3, 6: 3, 18: 3}, "deepnorm": {6: 3, 18: 3, 50: 1}, "pre": {18: 1}},
+            main={"post": {2: 3, 6: 3, 18: 3}, "deepnorm": {6: 3, 18: 3, 50: 1}, "pre": {18: 3}},
             low_lr={"post": {18: 1}},
             floor={"post": {2: 1, 18: 2}, "deepnorm": {6: 1, 18: 2}},
         ),
