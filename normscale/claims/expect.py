@@ -113,7 +113,8 @@ class Value:
     """A number of an arm, as a mean over seeds, lies above one bar, below another, or between the two.
 
     With `than` it is the arm's number over (`ratio`, a geometric mean) or minus (`difference`) that of another arm,
-    seed by seed. `at` names the depth, and `than_at` the other's where it is another; a measurement has none.
+    seed by seed. `at` names the depth, and `than_at` the other's where it is another; a measurement has none. Of a
+    difference, `beyond` names two arms more, and what is judged is by how much it is above that of these two.
     `when` is the point of a run that the number is of: its first or last record, the largest of all, the last over the
     first (`growth`), or how far the last is from the first (`drift`).
     """
@@ -127,6 +128,7 @@ class Value:
     than_at: int | None = None
     compare: Literal["ratio", "difference"] = "ratio"
     when: When = "last"
+    beyond: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,22 @@ def test_pairs_of_seeds_share_what_their_seed_brings() -> None:
     assert verdict(Value("ln", "error", above=1.9, than="rms"), values | {"rms": [0.0] * 3}) == "inconclusive"
 
 
+def test_a_difference_beyond_that_of_two_other_arms() -> None:
+    """Seed by seed: (3 - 1) - (2 - 1) = 1, whatever a seed brings to all four."""
+    own = claim(Value("a", "error", above=0.9, than="b", compare="difference", beyond=("c", "d")))
+    arms = {name: name.upper() for name in "abcd"}
+    grid = {arm: {0: 3} for arm in arms}
+    own = replace(own, arms={arm: {} for arm in arms}, labels=arms, profiles={"cpu": Profile(grid)})
+    values: dict[str, list[float | None]] = {"a": [3, 13, 103], "b": [1, 11, 101], "c": [2, 12, 102], "d": [1, 11, 101]}
+    found = judge(own, "cpu", results(own, "cpu", of(values)))
+    assert (found.verdict, found.measured[0].value) == ("supported", 1)
+    assert found.measured[0].name == "a minus b beyond c minus d error"
+    assert describe(own, own.expect[0]) == "A: error, minus that of B, beyond that of C minus D is above 0.9"
+    equal = values | {"c": [3, 13, 103]}
+    assert judge(own, "cpu", results(own, "cpu", of(equal))).verdict == "refuted"
+    assert judge(own, "cpu", results(own, "cpu", of(values | {"d": [1, None, 101]}))).verdict == "inconclusive"
+
+
 def test_one_seed_has_no_interval_and_smoke_no_verdict() -> None:
     own = claim(Value("ln", "error", above=1.5), seeds=1)
     assert judge(own, "cpu", results(own, "cpu", of({"ln": [9.0], "rms": [1.0]}))).verdict == "inconclusive"

@@ -7,6 +7,7 @@ number is the worst there is, there is no mean: then all seeds have to lie on th
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from normscale.claims.claim import Claim, Verdict
 from normscale.claims.expect import Value, When
@@ -102,17 +103,29 @@ def name_of(expectation: Value) -> str:
     if expectation.than is None:
         return f"{arm} {number}"
     other = expectation.than + (f" L{_than_at(expectation)}" if expectation.at else "")
-    return f"{arm} {_word(expectation)} {other} {number}"
+    beyond = f" beyond {' minus '.join(expectation.beyond)}" if expectation.beyond else ""
+    return f"{arm} {_word(expectation)} {other}{beyond} {number}"
 
 
 def values_of(expectation: Value, results: Sequence[Result]) -> list[float | None]:
     """Returns the number of every seed, or of every pair of seeds; None where a run is missing."""
+    return list(_values(expectation, results).values())
+
+
+def _values(expectation: Value, results: Sequence[Result]) -> dict[int, float | None]:
+    """Returns the same by seed."""
     own = _by_seed(expectation, expectation.arm, expectation.at, results)
     if expectation.than is None:
-        return list(own.values())
+        return own
     other = _by_seed(expectation, expectation.than, _than_at(expectation), results)
-    pairs = [(own.get(seed), other.get(seed)) for seed in sorted(own.keys() | other.keys())]
-    return [_compared(expectation, one, two) for one, two in pairs]
+    found = {seed: _compared(expectation, own.get(seed), other.get(seed)) for seed in sorted(own.keys() | other.keys())}
+    if expectation.beyond is None:
+        return found
+    arm, than = expectation.beyond
+    base = _values(replace(expectation, arm=arm, than=than, beyond=None), results)
+    return {
+        seed: _compared(expectation, found.get(seed), base.get(seed)) for seed in sorted(found.keys() | base.keys())
+    }
 
 
 def _than_at(expectation: Value) -> int:
@@ -152,13 +165,15 @@ def _subject(claim: Claim, expectation: Value) -> str:
     arm, number = _arm(claim, expectation), _number(claim, expectation)
     if expectation.than is None:
         return f"{arm}: {number}"
-    return f"{arm}: {number}, {_word(expectation)} that of {_other(claim, expectation)}"
+    return f"{arm}: {number}, {_word(expectation)} that of {_other(claim, expectation)}{_beyond(claim, expectation)}"
 
 
 def _who(claim: Claim, expectation: Value) -> str:
     """Returns whose number it is: the arm, or the arm over (or minus) the other."""
     arm = _arm(claim, expectation)
-    return arm if expectation.than is None else f"{arm} {_word(expectation)} {_other(claim, expectation)}"
+    if expectation.than is None:
+        return arm
+    return f"{arm} {_word(expectation)} {_other(claim, expectation)}{_beyond(claim, expectation)}"
 
 
 def _arm(claim: Claim, expectation: Value) -> str:
@@ -168,6 +183,13 @@ def _arm(claim: Claim, expectation: Value) -> str:
 def _other(claim: Claim, expectation: Value) -> str:
     at = _than_at(expectation)
     return claim.labels[expectation.than or ""] + (f", {at} blocks" if at != expectation.at else "")
+
+
+def _beyond(claim: Claim, expectation: Value) -> str:
+    if expectation.beyond is None:
+        return ""
+    arm, than = (claim.labels[name] for name in expectation.beyond)
+    return f", beyond that of {arm} minus {than}"
 
 
 def _number(claim: Claim, expectation: Value) -> str:
