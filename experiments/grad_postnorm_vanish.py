@@ -3,7 +3,8 @@
 DeepNet's Figure 4d has it in an 18L-18L model: from 0.81 at the top to below 0.01 at the bottom, with warm-up; without,
 from 0.20 to nearly 0. At initialisation and after training, with and without warm-up, the gradient is to rise along the
 sublayers: with a log-log slope of over 0.25 at initialisation (0.5 in a toy model with uniform attention), and the deep
-third over three times the shallow third after training. DeepNorm and Pre-Norm stand beside it and are not judged.
+third over three times the shallow third after training. The control is that in DeepNorm and in Pre-Norm it is not: what
+every scheme does is not Post-Norm's.
 """
 
 from normscale.claims.claim import Claim
@@ -11,6 +12,7 @@ from normscale.claims.expect import Along, Thirds
 from normscale.claims.protocol import DEPTH, DESCRIBED, trained
 
 BLOCKS = 24
+SHRINKS = 3.0  # deep third over shallow third
 
 CLAIM = Claim(
     id="grad-postnorm-vanish",
@@ -30,17 +32,19 @@ CLAIM = Claim(
         "deepnorm": "DeepNorm",
         "pre": "Pre-Norm",
     },
-    control=(),
+    control=tuple(
+        Thirds(arm, "grad_norm", BLOCKS, compare="ratio", side="below", bar=SHRINKS) for arm in ("deepnorm", "pre")
+    ),
     expect=(
         Along("post", "grad_norm", BLOCKS, when="first", lo=0.25, hi=10.0),
         *(
-            Thirds(arm, "grad_norm", BLOCKS, compare="ratio", side="above", bar=3.0)
+            Thirds(arm, "grad_norm", BLOCKS, compare="ratio", side="above", bar=SHRINKS)
             for arm in ("post", "post-nowarmup")
         ),
     ),
     profiles=trained(
         main={"post": {BLOCKS: 3}, "post-nowarmup": {BLOCKS: 3}, "deepnorm": {BLOCKS: 3}, "pre": {BLOCKS: 3}},
-        floor={"post": {BLOCKS: 3}, "post-nowarmup": {BLOCKS: 3}},
+        floor={arm: {BLOCKS: 3} for arm in ("post", "post-nowarmup", "deepnorm", "pre")},
     ),
     core=False,
     figure="growth",

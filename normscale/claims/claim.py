@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from normscale.claims.expect import Along, Dies, Expectation, Larger, Slope, SlopeWithin, Steeper, Thirds, Trains, Value
+from normscale.claims.expect import Along, Dies, Expectation, Larger, Slope, SlopeWithin, Steeper, Thirds, Trains
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput
@@ -50,7 +50,7 @@ class Profile:
     set: Settings = field(default_factory=dict)
     floor: Grid | None = None
     sweep: Grid = field(default_factory=dict)
-    control: tuple[Trains | Value, ...] = ()
+    control: tuple[Expectation, ...] = ()
     expect: tuple[Expectation, ...] = ()
     depth_keys: tuple[str, ...] = ()
 
@@ -107,7 +107,7 @@ class Claim:
     arms: Mapping[str, Settings]
     labels: Mapping[str, str]
     profiles: Mapping[ProfileName, Profile]
-    control: tuple[Trains | Value, ...]
+    control: tuple[Expectation, ...]
     expect: tuple[Expectation, ...]
     figure: FigureName
     how: str
