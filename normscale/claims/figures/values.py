@@ -31,9 +31,10 @@ Rows = list[tuple[str, int, str, list[float]]]
 
 
 def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
-    """One panel for each number that is judged, one row for each arm (and depth) that has it."""
+    """One panel for each number that is judged or controlled, one row for each arm (and depth) that has it."""
     judged = [e for e in claim.expect if isinstance(e, Value)]
-    asked = {(e.number, e.when): Value("", e.number, when=e.when) for e in judged}
+    shown = (*judged, *(e for e in claim.control if isinstance(e, Value)))
+    asked = {(e.number, e.when): Value("", e.number, when=e.when) for e in shown}
     panels = [(*key, rows) for key, wanted in asked.items() if (rows := _rows(claim, results, wanted))]
     panels = panels[:PANELS]
     if not panels:
