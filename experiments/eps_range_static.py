@@ -3,7 +3,8 @@
 A practitioner's article says so. Larger hurts precision: at 1e-2 the output is off by more than a bf16 number's
 rounding (2^-8), and at 1e-6 and 1e-5 by less, for rows of size 1 and for rows of size 0.02, that of a fresh embedding.
 Smaller is worse: 1e-8 is 0 in fp16, so that rows of zeros give NaN, where 1e-6 and 1e-5 give none. All with eps inside
-the root, as almost every model has it; outside, as in the RMSNorm authors' code, is shown beside it.
+the root, as almost every model has it; outside, as in the RMSNorm authors' code, is shown beside it, and is the
+control: its error at 1e-2 is what algebra says, and 1e-2 gives no NaN.
 """
 
 from normscale.claims.claim import Claim
@@ -34,7 +35,10 @@ CLAIM = Claim(
     labels={arm: f"eps {arm.rsplit('-', 1)[0]}, {SAID[arm.rsplit('-', 1)[1]]}" for arm in ARMS},
     measure="eps_error",
     numbers={"error": "error that epsilon makes", "bad_rows": "share of rows of zeros with NaN or Inf in fp16"},
-    control=(),
+    control=(
+        Value("1e-2-outside", "error", above=0.0094, below=0.0104),  # 1 - 1 / (1 + 1e-2) = 0.0099
+        Value("1e-2-unit", "bad_rows", below=0.01),  # what fp16 holds gives no NaN
+    ),
     expect=(
         *(Value(f"1e-2-{size}", "error", above=ROUNDING) for size in SIZES),
         *(Value(f"{eps}-{size}", "error", below=ROUNDING) for eps in GOOD for size in SIZES),
