@@ -35,7 +35,7 @@ CLAIM = Claim(
     },
     arms={arm: {"model.scheme": arm} for arm in ARMS},
     labels={"post": "Post-Norm", "pre": "Pre-Norm", "deepnorm": "DeepNorm (not in the theorem)"},
-    control=(),
+    control=(),  # Post-Norm and Pre-Norm are each other's: what cannot see a slope gives both the same
     expect=(
         SlopeWithin("post", "grad_last_out", step=1, lo=-WIDTH, hi=WIDTH),
         SlopeWithin("pre", "grad_last_out", step=1, lo=-0.5 - WIDTH, hi=-0.5 + WIDTH),

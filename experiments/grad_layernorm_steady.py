@@ -38,7 +38,7 @@ CLAIM = Claim(
         "growth": "growth of the gradient over 10 blocks, in decades",
         "range": "largest over smallest gradient of a block, in decades",
     },
-    control=(),
+    control=(),  # with and without norms are each other's: that one is steady and the other is not is the claim
     expect=(
         *(Value(arm, "growth", below=TENFOLD) for arm in ("post", "pre", "deepnorm")),
         *(Value(arm, "range", below=TENFOLD) for arm in ("post", "pre", "deepnorm")),

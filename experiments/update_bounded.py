@@ -45,7 +45,7 @@ CLAIM = Claim(
         "weights-sgd": "DeepNorm without gains and biases (SGD)",
         "weights-adam": "DeepNorm without gains and biases (Adam)",
     },
-    control=(),
+    control=(),  # Post-Norm and DeepNorm are each other's: that one grows and the other does not is the claim
     expect=(
         Slope("post-sgd", "update", step=UPDATE_STEP, side="above", bar=SLOPE_BAR),
         Slope("post-adam", "update", step=UPDATE_STEP, side="above", bar=SLOPE_BAR),
