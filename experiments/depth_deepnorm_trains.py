@@ -71,11 +71,11 @@ CLAIM = Claim(
                 "deepnorm-128": {6: 3, 12: 3, 100: 3, 1000: 3},
                 "encoder": {12: 3, 48: 3, 100: 3, 200: 3},
             },
-            low_lr={"deepnorm": {500: 1, 1000: 1}, "deepnorm-128": {1000: 1}},
+            low_lr={"deepnorm": {500: 3, 1000: 3}, "deepnorm-128": {1000: 3}},
             floor={
-                "deepnorm": {6: 1, 100: 1, 1000: 1},
-                "deepnorm-128": {6: 1, 12: 1, 1000: 1},
-                "encoder": {12: 1, 100: 1},
+                "deepnorm": {6: 3, 100: 3, 1000: 3},
+                "deepnorm-128": {6: 3, 12: 3, 1000: 3},
+                "encoder": {12: 3, 100: 3},
             },
         ),
         "paper": Profile(

@@ -19,6 +19,7 @@ from normscale.claims.protocol import (
     GAP,
     PILOT,
     SMOKE,
+    at_least_three,
     described,
     published,
     published_run,
@@ -78,11 +79,11 @@ CLAIM = Claim(
                 "pre": {2: 3, 6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3},
             },
             low_lr={
-                "post": {24: 3, 48: 3, 100: 3, 200: 1, 500: 1, 1000: 1},
-                "post-nowarmup": {24: 3, 48: 3, 100: 1},
+                "post": {24: 3, 48: 3, 100: 3, 200: 3, 500: 3, 1000: 3},
+                "post-nowarmup": {24: 3, 48: 3, 100: 3},
             },
-            long={"post": {24: 1}},
-            floor=FLOOR,
+            long={"post": {24: 3}},
+            floor=at_least_three(FLOOR),
         ),
         "paper": Profile(
             main={arm: dict.fromkeys(PAPER_DEPTHS, 3) for arm in ("post", "deepnorm", "pre")},

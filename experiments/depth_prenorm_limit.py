@@ -21,6 +21,7 @@ from normscale.claims.protocol import (
     RATE,
     SMOKE,
     STEPS,
+    at_least_three,
     published,
 )
 
@@ -41,9 +42,9 @@ CLAIM = Claim(
         "cpu": Profile(main={key: {12: 3, 48: 3, 100: 3, 200: 2} for key in ("pre", "deepnorm")}, floor=FLOOR),
         "gpu": Profile(
             main={key: {12: 3, 48: 3, 100: 3, 200: 3, 500: 3, 1000: 3} for key in ("pre", "deepnorm")},
-            low_lr={"pre": {200: 3, 500: 1, 1000: 1}},
-            long={"pre": {200: 1}},
-            floor=FLOOR,
+            low_lr={"pre": {200: 3, 500: 3, 1000: 3}},
+            long={"pre": {200: 3}},
+            floor=at_least_three(FLOOR),
         ),
     },
     figure="gap",

@@ -9,7 +9,7 @@ blocks. That models with gains from 1 train at 1e-3, as in all depth claims, is 
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Shifts, Trains
-from normscale.claims.protocol import DEPTH, RATE, SMOKE, STEPS, WARMUP
+from normscale.claims.protocol import DEPTH, RATE, SMOKE, STEPS, WARMUP, at_least_three
 
 BLOCKS = 6
 GAMMAS = {"quarter": 0.25, "one": 1.0, "four": 4.0}
@@ -37,7 +37,7 @@ CLAIM = Claim(
     profiles={
         "smoke": Profile(main={}, sweep={"pre-four": {2: 1}}, set=SMOKE),
         "cpu": Profile(main=CONTROL, sweep=CELLS, floor=FLOOR),
-        "gpu": Profile(main=CONTROL, sweep=CELLS, floor=FLOOR),
+        "gpu": Profile(main=CONTROL, sweep=CELLS, floor=at_least_three(FLOOR)),
     },
     core=False,
     figure="sweep",

@@ -33,6 +33,7 @@ from normscale.claims.protocol import (
     UPDATE,
     UPDATE_STEP,
     WEIGHTS,
+    at_least_three,
     described,
 )
 
@@ -138,9 +139,9 @@ CLAIM = Claim(
                 **{key: {**STACKS, 24: 3, 48: 3, 96: 3} for key in TWO_STACKS},
                 **{key: {PAIR: 3} for key in TRAINED},
             },
-            low_lr={"mixln": {BLOCKS: 3, 100: 1, 200: 1}},
-            long={"mixln": {BLOCKS: 1}},
-            floor=FLOOR,
+            low_lr={"mixln": {BLOCKS: 3, 100: 3, 200: 3}},
+            long={"mixln": {BLOCKS: 3}},
+            floor=at_least_three(FLOOR),
         ),
     },
     figure="mixed",

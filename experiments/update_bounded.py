@@ -15,7 +15,7 @@ constant of DeepNorm shrinks, move the output by an amount that grows with the n
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Slope
-from normscale.claims.protocol import SLOPE_BAR, UPDATE, UPDATE_STEP, WEIGHTS
+from normscale.claims.protocol import SLOPE_BAR, UPDATE, UPDATE_STEP, WEIGHTS, at_least_three
 
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 2, 96: 1}
 DEPTHS_GPU = {6: 3, 12: 3, 24: 3, 48: 3, 96: 3, 192: 3}
@@ -57,7 +57,7 @@ CLAIM = Claim(
     profiles={
         "smoke": Profile(main={arm: {2: 1, 4: 1} for arm in ARMS}, set={"probes.update.sequences": 1}),
         "cpu": Profile(main=dict.fromkeys(ARMS, DEPTHS), floor=FLOOR),
-        "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU), floor=FLOOR),
+        "gpu": Profile(main=dict.fromkeys(ARMS, DEPTHS_GPU), floor=at_least_three(FLOOR)),
     },
     figure="slopes",
     how=(

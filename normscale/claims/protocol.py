@@ -210,6 +210,11 @@ WEIGHTS: Mapping[str, Any] = {"model.bias": False, "model.norm_options": {"gain"
 """No gains and biases: the theorem counts the weight matrices of the branches alone."""
 
 
+def at_least_three(grid: Grid) -> Grid:
+    """Returns the grid with three seeds of each cell, or more where it has more."""
+    return {arm: {depth: max(LEAST_SEEDS, n) for depth, n in depths.items()} for arm, depths in grid.items()}
+
+
 def trained(
     main: Grid,
     floor: Grid,
@@ -219,12 +224,19 @@ def trained(
     low_lr_gpu: Grid | None = None,
     long_gpu: Grid | None = None,
 ) -> dict[ProfileName, Profile]:
-    """Returns the profiles of a claim about trained models; on a GPU as on a CPU unless a grid of its own is given."""
-    at_least_three: Grid = {arm: {depth: max(3, n) for depth, n in depths.items()} for arm, depths in main.items()}
+    """Returns the profiles of a claim about trained models; on a GPU as on a CPU unless a grid of its own is given.
+
+    There every cell has three seeds and more.
+    """
     return {
         "smoke": Profile(main={arm: {2: 1} for arm in main}, set=SMOKE),
         "cpu": Profile(main, low_lr or {}, floor=floor),
-        "gpu": Profile(gpu or at_least_three, low_lr_gpu or low_lr or {}, long_gpu or {}, floor=floor),
+        "gpu": Profile(
+            at_least_three(gpu or main),
+            at_least_three(low_lr_gpu or low_lr or {}),
+            at_least_three(long_gpu or {}),
+            floor=at_least_three(floor),
+        ),
     }
 
 

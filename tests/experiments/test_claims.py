@@ -69,9 +69,8 @@ def test_a_reader_finds_names_reasons_and_only_numbers_that_exist(claim: Claim) 
 @every_claim
 def test_every_cell_of_the_gpu_profile_has_three_seeds_and_more(claim: Claim) -> None:
     scale = claim.profiles["gpu"]
-    few = {
-        (arm, depth) for grid in (scale.main, scale.sweep) for arm, at in grid.items() for depth in at if at[depth] < 3
-    }
+    grids = (scale.main, scale.sweep, scale.low_lr, scale.long, scale.floor or {})
+    few = {(arm, depth) for grid in grids for arm, at in grid.items() for depth in at if at[depth] < 3}
     assert not few
 
 
