@@ -21,6 +21,7 @@ from normscale.measures import (
     ln_geometry,
     ln_lossy,
     mean_share,
+    norm_operations,
     norm_time,
     overflow,
     stale_stats,
@@ -219,3 +220,11 @@ def test_without_transformers_it_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vit_gradients, "find_spec", lambda _: None)
     with pytest.raises(BadInput, match="needs transformers"):
         vit_gradients.measure(0, True, 2)
+
+
+def test_operations_are_those_of_the_formulas() -> None:
+    forward, training = (norm_operations.measure(0, what, 64) for what in ("forward", "training"))  # type: ignore[arg-type]
+    # LayerNorm: mean, minus, square, mean, times, gain, bias, and eps and root of each row; RMSNorm: without three.
+    assert forward["ln_each"] == 7 + 2 / 64
+    assert forward["rms_over_ln"] == (4 + 2 / 64) / (7 + 2 / 64)
+    assert training["ln_each"] > 2 * forward["ln_each"]
