@@ -51,6 +51,10 @@ CLAIM = Claim(
         f"over {WARMUP}), 8 or 2 sequences of 64 bytes a step, or 32 of 16. BatchNorm takes mean and variance of a "
         f"channel over all tokens of the step, and running ones (momentum 0.1) on held-out text. {GAP}"
     ),
+    paper={
+        f"batchnorm-8x64 L{BLOCKS} minus layernorm-8x64 L{BLOCKS} gap": "significantly worse in translation and "
+        "language modelling (arXiv:2003.07845, abstract)",
+    },
     differs=(
         "8 sequences are few for BatchNorm, which was made for batches of hundreds",
         "0.05 nats, what counts as worse, is ours",

@@ -50,6 +50,10 @@ CLAIM = Claim(
         "sensitivity is the mean over rates of the held-out loss, or of that at initialisation where it is lower, "
         "minus the best."
     ),
+    paper={
+        f"plain L{DEEP} sensitivity": "rises with depth, faster than with width (section 3.3, no number here)",
+        f"qk L{DEEP} sensitivity": "lower: with QK-norm a model of 1.2B trains at 0.3",
+    },
     differs=(
         "6 and 24 blocks for 120 steps; the paper has models up to 10 B and 100 000 steps",
         "no z-loss and no weight decay, of which the paper has 1e-4 each; in the cpu profile betas of 0.9 "

@@ -8,7 +8,7 @@ without, at 6 and 12 blocks, stands beside it and is not judged: it is what a wa
 
 from normscale.claims.claim import Claim
 from normscale.claims.expect import Trains, Value
-from normscale.claims.protocol import DEPTH, DESCRIBED, GAP, PILOT, trained
+from normscale.claims.protocol import DEPTH, DESCRIBED, GAP, PILOT, published, trained
 
 DEEP = (24, 100)
 NONE = {"train.schedule.warmup_steps": 0}
@@ -64,6 +64,11 @@ CLAIM = Claim(
     figure="gap",
     numbers={"gap": "gap to the unigram entropy"},
     how=f"{DESCRIBED} One arm has no warm-up: the rate is full from the first step. {GAP}",
+    paper={
+        **published("deepnorm", *DEEP),
+        **published("post", 12),
+        **{f"deepnorm-nowarmup L{depth} gap": "not published: every run had a warm-up" for depth in DEEP},
+    },
     differs=(
         "the article gives no setting; the paper's runs have a warm-up over 4000 of their 8000 to 100 000 steps",
         "120 steps of 512 tokens at width 64: what a missing warm-up does later in a run is not seen",

@@ -45,7 +45,7 @@ CLAIM = Claim(
         f"{STEPS} Adam steps (warm-up over {WARMUP}), with and without a norm on queries and keys of each head, at "
         f"three rates. {GAP}"
     ),
-    paper={"qk-3e-2 L6 attn_logit_max max": "runs with a largest logit over 10^4 diverged (arXiv:2309.14322)"},
+    paper={"plain-3e-2 L6 attn_logit_max max": "runs with a largest logit over 10^4 diverged (arXiv:2309.14322)"},
     differs=(
         "6 blocks of width 64 for 120 steps; logits of large models grow over thousands of steps",
         "rates are ours; the paper's protocol has seven rates and a cosine",

@@ -40,6 +40,11 @@ CLAIM = Claim(
         f"Models of {BLOCKS} blocks (width 64, 64 tokens of context, batch 8) read source text for {STEPS} Adam steps "
         f"at {RATE:g} (warm-up over {WARMUP}); each seed has one pair that differs in the norm alone. {GAP}"
     ),
+    paper={
+        f"{scheme}-rms L{BLOCKS} minus {scheme}-ln L{BLOCKS} gap": "comparable performance on several tasks "
+        "(arXiv:1910.07467, abstract)"
+        for scheme in ("pre", "deepnorm")
+    },
     differs=(
         "12 blocks of width 64 and 360 steps; the paper has full trainings of several tasks",
         "0.05 nats, what counts as nothing, is ours",
