@@ -54,9 +54,11 @@ CLAIM = Claim(
         "(arXiv:2309.14322)",
     },
     differs=(
-        "the softmax in low precision is attention's; the output's is always in fp32 here",
+        "the softmax in low precision is attention's, which the survey's claim may not mean: the output's is always in "
+        "fp32 here",
         "weight decay and a z-loss (log^2 Z, weighted by the paper's 1e-4) stand beside it, not judged: the paper has "
-        "that either of them mends the drift",
+        "that either of them mends the drift, but a z-loss draws log Z from where it begins, near ln 256, to 0, which "
+        "counts as drift here",
         "360 steps; the paper's drift comes late in runs of 100 000 steps",
     ),
 )
