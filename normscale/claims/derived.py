@@ -46,8 +46,22 @@ def unseen_loss(record: RunRecord) -> float | None:
     return held_out.values[-1] - float(np.mean(training.values[-max(1, len(training.values) // 6) :]))
 
 
+def branch_grown(record: RunRecord) -> float | None:
+    """Returns the share of sublayers whose branch is larger beside the stream at the end than at the beginning.
+
+    NaN where the run broke off before.
+    """
+    if record.end is not None and record.end.get("outcome") == "nan":
+        return math.nan
+    ratios = record.profiles.get("branch_ratio")
+    if ratios is None or len(ratios.data) < 2:
+        return None
+    return float(np.mean(ratios.data[-1] > ratios.data[0]))
+
+
 DERIVED: dict[str, Callable[[RunRecord], float | None]] = {
     "rate_tolerated": rate_tolerated,
     "unseen_loss": unseen_loss,
+    "branch_grown": branch_grown,
 }
 """By name, as a `Value` asks for them."""

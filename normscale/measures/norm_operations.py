@@ -15,12 +15,12 @@ EPS = torch.tensor(1e-5)  # as a tensor: a number would call PyTorch's fused ker
 REDUCTIONS = (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList)
 
 
-class Counted(TorchDispatchMode):
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts one operation for each number that an elementwise operation makes, or that a sum or a mean takes."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: int = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -47,7 +47,8 @@ def measure(seed: int, what: Literal["forward", "training"], width: int = 1024) 
 
 
 def _counted(norm: Callable[[], Tensor], wanted: list[Tensor], what: str) -> int:
-    with Counted() as counted:
+    counted = Counted()
+    with counted:
         y = norm()
         if what == "training":
             torch.autograd.grad(y, wanted, torch.ones_like(y))

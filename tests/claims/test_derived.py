@@ -5,7 +5,7 @@ import math
 import pytest
 
 from normscale.claims.claim import Cell
-from normscale.claims.derived import rate_tolerated, unseen_loss
+from normscale.claims.derived import branch_grown, rate_tolerated, unseen_loss
 from normscale.claims.results import Result
 from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import record, series
@@ -58,3 +58,11 @@ def test_what_is_lost_on_held_out_text_is_over_the_last_sixth_of_training() -> N
     made = record(gap=1.0, training={step: 9.0 if step < 50 else 2.0 for step in range(60)})
     assert unseen_loss(made) == pytest.approx(made.series["loss_val"].values[-1] - 2.0)
     assert math.isnan(unseen_loss(record(outcome="nan")) or 0.0)
+
+
+def test_branches_have_grown_where_the_end_is_above_the_beginning() -> None:
+    made = record(layers={"branch_ratio": [[0.1, 0.2, 0.1, 0.1], [0.9, 0.9, 0.9, 0.9], [0.2, 0.1, 0.3, 0.4]]})
+    assert branch_grown(made) == 0.75  # of the last record, not of the largest
+    assert branch_grown(record(layers={"branch_ratio": [[0.1, 0.2]]})) is None
+    assert branch_grown(record()) is None
+    assert math.isnan(branch_grown(record(outcome="nan")) or 0.0)
