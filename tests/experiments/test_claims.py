@@ -14,7 +14,7 @@ from normscale.claims.runner import planned, run_claims
 from normscale.claims.verdict import describe, judge
 from normscale.measures.config import MeasureConfig
 from normscale.measures.run import bound
-from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, record, results
+from tests.claims.synthetic import SLOPES, by_depth, by_slope, by_theory, measurement, record, results
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in list_claims(ROOT / "experiments")}
@@ -150,6 +150,34 @@ def test_what_follows_from_runs_as_theory_has_them(claim: str, verdict: str) -> 
     judgement = judge(own, "cpu", results(own, "cpu", by_theory(own)))
     assert judgement.verdict == verdict, judgement.headline
     assert all(part.verdict == "supported" for part in judgement.control)
+
+
+EPS_NAN = {
+    arm: {"bad_rows": float(arm.endswith("-0")), "amplification": 1e6 if "1e-12" in arm else 316.0}
+    for arm in CLAIMS["eps-nan"].arms
+}
+SHARP = {arm: {"largest": 0.7, "entropy": 0.2} for arm in ("none-16", "none-64", "none-256")}
+FLAT = {arm: {"largest": 0.1, "entropy": 0.9} for arm in ("root-16", "root-64", "root-256")}
+ALIKE = {"range_first": 0.4, "range_last": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "verdict"),
+    [
+        ("eps-nan", EPS_NAN, "supported"),  # 1e-12 gives no NaN, and none was claimed
+        ("eps-nan", EPS_NAN | {"ln-0": EPS_NAN["normal"]}, "refuted"),
+        ("attn-scale", SHARP | FLAT, "supported"),
+        ("attn-scale", dict.fromkeys(SHARP, FLAT["root-16"]) | FLAT, "refuted"),
+        ("attn-scale", SHARP | dict.fromkeys(FLAT, SHARP["none-16"]), "inconclusive"),  # sharp whatever the factor
+        ("vit-gradients", {"with": ALIKE, "without": {**ALIKE, "range_first": 2.0}}, "supported"),
+        ("vit-gradients", {"with": ALIKE, "without": {**ALIKE, "range_first": 0.0}}, "inconclusive"),
+        ("vit-gradients", {"with": {**ALIKE, "range_first": 1.5}, "without": {**ALIKE, "range_first": 2.0}}, "refuted"),
+    ],
+)
+def test_what_follows_from_measurements(name: str, numbers: dict[str, dict[str, float]], verdict: str) -> None:
+    claim = CLAIMS[name]
+    judgement = judge(claim, "cpu", results(claim, "cpu", lambda cell: measurement(numbers[cell.arm])))
+    assert judgement.verdict == verdict, judgement.headline
 
 
 def test_a_failure_at_a_thousand_blocks_is_the_depths_only_if_the_small_steps_train_elsewhere() -> None:
