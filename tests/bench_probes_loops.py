@@ -179,7 +179,7 @@ class MonitorLoop:
     def update_s(self) -> float:
         """Returns the seconds of measuring a model update."""
         blocks = find_blocks(self.model, None)
-        probe = drift_of(self.model, blocks, self.fixed, self.loss_of, self.device, 1, None)
+        probe = drift_of(self.model, blocks, self.fixed, self.loss_of, self.device, 1, lambda: None)
         assert probe is not None
         return seconds_of(lambda: probe.after_step(1), self.device)
 

@@ -49,7 +49,7 @@ QUICK = str(ROOT / "configs" / "train" / "quick.yaml")
         (["train", QUICK, "model.depth=6"], "write model.N (encoder blocks) or model.M (decoder blocks)"),
         (["train", QUICK, "train.learning_rate=1"], "write train.optim.lr"),
         (["train", QUICK, "name=two", "ranks"], "put both into quotes: 'name=two ranks'"),
-        ([], "train|check|plan|show|diff|removal|translate|fold|claim|sync|ui"),
+        ([], "train|check|explain|plan|show|diff|removal|translate|fold|claim|sync|ui"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(

@@ -291,7 +291,10 @@ def _reduced(values: Tensor, how: Any) -> Tensor:
 
 def _scale_of(scaler: Any, device: torch.device) -> Tensor:
     """Returns a loss scale as a 0-d tensor; `get_scale` would make the host wait for a GPU."""
-    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    try:
+        scale: Tensor = scaler.scale(torch.ones((), device=device))
+    except AttributeError:
+        raise _no_grad_scaler(scaler) from None
     return scale
 
 
@@ -299,6 +302,13 @@ def _both(before: Tensor, after: Tensor) -> tuple[float, float]:
     """Returns two loss scales on the host, which waits once."""
     first, second = torch.stack([before, after]).tolist()
     return first, second
+
+
+def _no_grad_scaler(scaler: Any) -> BadInput:
+    return BadInput(
+        f"monitor.step: scaler= is a {type(scaler).__name__} that does not keep what torch's GradScaler keeps "
+        f"(this is torch {torch.__version__}); scale the loss by torch.amp.GradScaler, or leave scaler out"
+    )
 
 
 def _unscaled(scaler: Any, optimizer: Any) -> Tensor:
@@ -309,10 +319,7 @@ def _unscaled(scaler: Any, optimizer: Any) -> Tensor:
     try:
         stage = scaler._per_optimizer_states[id(optimizer)]["stage"].name
     except (AttributeError, KeyError, TypeError):
-        raise BadInput(
-            f"monitor.step: scaler= is a {type(scaler).__name__} that does not keep what torch's GradScaler keeps "
-            f"(this is torch {torch.__version__}); scale the loss by torch.amp.GradScaler, or leave scaler out"
-        ) from None
+        raise _no_grad_scaler(scaler) from None
     if stage == "READY":
         scaler.unscale_(optimizer)
     elif stage == "STEPPED":

@@ -207,6 +207,9 @@ def test_a_mixed_figure_shows_slopes_and_who_trains(tmp_path: Path, drawn: list[
         "MixLN's DeepNorm, 24 blocks",
         "MixLN's DeepNorm, 24 blocks, lower rate",
         "Keel's DeepNorm, 24 blocks",
+        "the paper's, with encoder, 18 blocks",
+        "torchscale's, with encoder, 18 blocks",
+        "the article's, with encoder, 18 blocks",
     ]
 
 
