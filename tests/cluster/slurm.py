@@ -122,6 +122,8 @@ class Slurm:
 
     def start_now(self, number: str) -> None:
         """Spares a job that was queued again the two minutes that Slurm makes it wait."""
+        # slurmd counts in whole seconds: a start in the second of the requeue is to it the job it has just killed.
+        time.sleep(2)
         self.head.must("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def set_limit(self, number: str, minutes: int) -> None:
