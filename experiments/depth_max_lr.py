@@ -19,7 +19,7 @@ learned positions, bf16, and norms without bias in all schemes.
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Value
-from normscale.claims.protocol import RAMP, RAMP_PUBLISHED, RAMP_STEPS, RAMP_TOP, RAMPED, SMOKE
+from normscale.claims.protocol import RAMP, RAMP_NUMBERS, RAMP_PUBLISHED, RAMP_STEPS, RAMP_TOP, RAMPED, SMOKE
 
 SHALLOW, BLOCKS, DEEPEST = 8, 32, 256
 ARMS = {
@@ -104,7 +104,7 @@ CLAIM = Claim(
     to_failure=True,
     core=False,
     figure="values",
-    numbers={RAMPED: "largest tolerable learning rate"},
+    numbers=RAMP_NUMBERS,
     how=(
         f"Decoder-only models of {SHALLOW} and {BLOCKS} blocks (width 64, 64 tokens of context, batch 8) read source "
         f"text for {RAMP_STEPS} Adam steps while the rate rises in a line from 0 to {RAMP_TOP:g}. Measured is the rate "

@@ -14,7 +14,7 @@ norms and not slopes.
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import SlopeWithin
-from normscale.claims.protocol import BOTH_STACKS, MODEL, published_run
+from normscale.claims.protocol import BOTH_STACKS, FIRST_STEP, MODEL, published_run
 
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 1000: 1}
 DEPTHS_GPU = {6: 3, 12: 3, 24: 3, 48: 3, 100: 3, 200: 3, 500: 3, 1000: 3}
@@ -39,14 +39,7 @@ CLAIM = Claim(
     ),
     source="Xiong et al. 2020, arXiv:2002.04745, Theorem 1",
     family="signals",
-    base={
-        **MODEL,
-        "train.steps": 1,
-        "train.batch": 2,
-        "train.eval_batches": 1,
-        "train.optim.lr": 1e-3,  # applied after the gradient was measured
-        "probes.every": 1,
-    },
+    base={**MODEL, **FIRST_STEP},
     arms={arm: {"model.scheme": arm} for arm in ARMS},
     labels={"post": "Post-Norm", "pre": "Pre-Norm", "deepnorm": "DeepNorm (not in the theorem)"},
     control=(),  # Post-Norm and Pre-Norm are each other's: what cannot see a slope gives both the same

@@ -9,7 +9,7 @@ is the other's contrast. Post-Norm, whose first layer has N^-0.51 there, stands 
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import SlopeWithin
-from normscale.claims.protocol import MODEL, WEIGHTS
+from normscale.claims.protocol import FIRST_STEP, MODEL, WEIGHTS
 
 DEPTHS = {6: 3, 12: 3, 24: 3, 48: 3, 96: 3}
 SLOPES = {"paper": -0.49, "mixln": -0.90, "keel": -0.51}
@@ -34,15 +34,7 @@ CLAIM = Claim(
         "and arXiv:2601.19895 section 2.3 (Keel); exponents of a toy model of this project"
     ),
     family="depth",
-    base={
-        **MODEL,
-        **WEIGHTS,
-        "train.steps": 1,
-        "train.batch": 2,
-        "train.eval_batches": 1,
-        "train.optim.lr": 1e-3,  # applied after the gradient was measured
-        "probes.every": 1,
-    },
+    base={**MODEL, **WEIGHTS, **FIRST_STEP},
     arms=ARMS,
     labels={
         "paper": "the paper's DeepNorm",

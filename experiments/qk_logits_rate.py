@@ -8,7 +8,7 @@ seeds agree on counts. That Pre-Norm stands 1e-3, at which it trains in all dept
 
 from normscale.claims.claim import Claim, Profile
 from normscale.claims.expect import Value
-from normscale.claims.protocol import RAMP, RAMP_PUBLISHED, RAMP_STEPS, RAMP_TOP, RAMPED, SMOKE
+from normscale.claims.protocol import RAMP, RAMP_NUMBERS, RAMP_PUBLISHED, RAMP_STEPS, RAMP_TOP, RAMPED, SMOKE
 
 BLOCKS = 32
 ARMS = {"plain": "none", "qk": "head"}
@@ -32,7 +32,7 @@ CLAIM = Claim(
     to_failure=True,
     core=False,
     figure="values",
-    numbers={RAMPED: "largest tolerable learning rate"},
+    numbers=RAMP_NUMBERS,
     how=(
         f"Pre-Norm models of {BLOCKS} blocks (width 64, 2 heads, 64 tokens of context, batch 8), with and without a "
         f"norm on queries and keys of each head, read source text for {RAMP_STEPS} Adam steps while the rate rises in "

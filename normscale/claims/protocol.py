@@ -131,6 +131,8 @@ RAMP_PUBLISHED: Mapping[str, Any] = {
 RAMPED = "rate_tolerated"
 """The number of such a run: see `claims.derived`."""
 
+RAMP_NUMBERS: Mapping[str, str] = {RAMPED: "largest tolerable learning rate"}
+
 
 def described(protocol: Mapping[str, Any]) -> str:
     """Returns a depth run under a protocol as a sentence."""
@@ -187,6 +189,15 @@ def published(scheme: str, *depths: int, arm: str | None = None) -> dict[str, st
     """Returns the published results of a scheme at some depths, by the name of the measured gap of its arm."""
     return {f"{arm or scheme} L{depth} gap": PUBLISHED[scheme][depth] for depth in depths}
 
+
+FIRST_STEP: Mapping[str, Any] = {
+    "train.steps": 1,
+    "train.batch": 2,
+    "train.eval_batches": 1,
+    "train.optim.lr": 1e-3,  # applied after the gradient was measured
+    "probes.every": 1,
+}
+"""What makes a run one that measures the gradient at initialisation and little else."""
 
 UPDATE_STEP = 10
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from normscale.claims.claim import Cell, Claim, Grid, Profile, ProfileName, Settings
 from normscale.claims.compact import compact, read_published
-from normscale.claims.derived import RATE_TOLERATED
 from normscale.claims.manifest import cells_of, results_of
-from normscale.claims.protocol import DEPTH, DESCRIBED
+from normscale.claims.protocol import DEPTH, DESCRIBED, RAMP_NUMBERS
 from normscale.claims.report import Reported
 from normscale.claims.results import Result
 from normscale.claims.verdict import Judgement
@@ -61,10 +60,11 @@ def surveys(schemes: Iterable[str]) -> dict[str, Claim]:
         profile: _grid(schemes, precisions, DEPTHS, SEEDS[profile]) for profile, precisions in PRECISIONS.items()
     }
     risen = {profile: _grid(schemes, ("fp32",), (RISING_DEPTH,), seeds) for profile, seeds in SEEDS.items()}
-    number = {RATE_TOLERATED: "largest tolerable learning rate"}
     return {
         TRAINED: _described(TRAINED, schemes, DEPTH, trained, how=DESCRIBED),
-        RISING: _described(RISING, schemes, {**DEPTH, **rising}, risen, how=RISES, numbers=number, to_failure=True),
+        RISING: _described(
+            RISING, schemes, {**DEPTH, **rising}, risen, how=RISES, numbers=RAMP_NUMBERS, to_failure=True
+        ),
     }
 
 
