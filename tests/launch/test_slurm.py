@@ -59,9 +59,10 @@ case "$code" in # a failure is told above what Slurm's signals give, as Slurm ke
 19[3-9] | 2[0-5][0-9]) code=$((code - 192)) ;;
 esac
 [ "$code" -ne 137 ] || say "a task was killed outright (SIGKILL), often for want of memory"
-# 143: told to stop, with a checkpoint written. Slurm does not queue a job again that ends by itself in time.
+# 143: told to stop; a checkpoint is written where checkpoint.every asks for any. Slurm does not queue a job again that
+# ends by itself in time.
 if [ "$code" -eq 143 ]; then
-    say "stopped with a checkpoint; it is queued again"
+    say "told to stop; it is queued again, and goes on from its newest checkpoint (checkpoint.every)"
     scontrol update JobId="$SLURM_JOB_ID" Requeue=1 >/dev/null 2>&1
     scontrol requeue "$SLURM_JOB_ID" && sleep 30 # Slurm ends this shell
 fi
@@ -160,7 +161,8 @@ def test_a_failure_outdoes_what_slurm_does_to_the_other_tasks():
 def test_a_preempted_job_is_queued_again(slurm_here: Path):
     code, err, asked = run(slurm_here, BATCH, CODE="143")
     assert code == 143
-    assert err == "normscale: job 7: stopped with a checkpoint; it is queued again\n"
+    said = "told to stop; it is queued again, and goes on from its newest checkpoint (checkpoint.every)"
+    assert err == f"normscale: job 7: {said}\n"
     assert asked.splitlines()[-2:] == ["scontrol update JobId=7 Requeue=1", "scontrol requeue 7"]
 
 
