@@ -178,7 +178,7 @@ def main() -> None:
             parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
     missing = {c.package for c in CONTENDERS if c.name in only and c.package and not _installed(c.package)}
     if missing:
-        print(f"{' and '.join(sorted(missing))} not installed (README, "What it costs"): no rows of theirs")
+        print(f"{' and '.join(sorted(missing))} not installed (README, What it costs): no rows of theirs")
     contenders = [c for c in CONTENDERS if c.name in only and c.package not in missing]
     if not contenders:
         parser.error("nobody is left to run")

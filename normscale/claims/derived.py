@@ -2,37 +2,48 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from normscale.tracking.reader import RunRecord
+from normscale.tracking.record import TRAINED_NATS
 
 RATE_TOLERATED = "rate_tolerated"  # the name of that number
 
-PROGRESS = 0.05
-"""Nats of held-out loss: a run has come further only when it falls by more than this. Evaluations of one run are on the
-same text, but its loss goes up and down by hundredths from step to step."""
+SMOOTHED = 5
+"""Evaluations, whose median stands for the middle one: of a thousand tokens each, they lie 0.1 nats apart."""
 
 
 def rate_tolerated(record: RunRecord) -> float | None:
-    """Returns the learning rate at which a run, whose rate only rises, made its last progress.
+    """Returns the largest learning rate at which a run, whose rate only rises, still stood where it had come to.
 
-    Keel calls a run divergent at the first of three things: its loss stagnates; it spikes and never comes back below
-    the level before the spike; it gets worse and worse. In all of them the loss never again falls below where it was.
-    So this is the rate at the first evaluation below which no later one lies by over `PROGRESS`, which a run that is
-    not finite ends. A run that gets better until its end gives nearly the largest rate of its ramp: a lower bound.
+    Keel notes the rate one step before a run diverges, which is when its loss stagnates, spikes and never comes back,
+    or grows and grows. In each the held-out loss leaves for good what the run had reached. So this is the rate at the
+    last evaluation whose loss is that of a trained model (`TRAINED_NATS` below the unigram entropy) and at most as much
+    above the lowest so far. A run that came to no such loss has 0: nothing was learnt that a rate could have destroyed.
+    One that stands at its end has the largest rate of its ramp, a lower bound.
 
     Reference: Chen and Wei 2026 (Keel), arXiv:2601.19895, section 5.1.
     """
-    losses, rates = record.series.get("loss_val"), record.series.get("lr")
-    if losses is None or rates is None or not losses.values or not rates.values:
+    gaps, rates = record.series.get("loss_gap"), record.series.get("lr")
+    if gaps is None or rates is None or not gaps.values or not rates.values:
         return None
-    values = np.array([value if math.isfinite(value) else math.inf for value in losses.values])
-    later = np.append(np.minimum.accumulate(values[::-1])[::-1][1:], math.inf)  # the best that is still to come
-    last = int(np.argmax(later >= values - PROGRESS))  # an infinite loss is no progress either
-    place = min(bisect_left(rates.steps, losses.steps[last]), len(rates.values) - 1)
+    values = _smooth([value if math.isfinite(value) else -math.inf for value in gaps.values])
+    standing = (values >= TRAINED_NATS) & (values >= np.maximum.accumulate(values) - TRAINED_NATS)
+    if not standing.any():
+        return 0.0
+    last = int(np.flatnonzero(standing)[-1])
+    place = min(bisect_left(rates.steps, gaps.steps[last]), len(rates.values) - 1)
     return rates.values[place]
+
+
+def _smooth(values: Sequence[float]) -> NDArray[np.float64]:
+    """Returns the running median, over fewer at both ends; where two are in the middle, the lower one."""
+    side = SMOOTHED // 2
+    windows = (sorted(values[max(0, at - side) : at + side + 1]) for at in range(len(values)))
+    return np.array([window[(len(window) - 1) // 2] for window in windows])
 
 
 def unseen_loss(record: RunRecord) -> float | None:

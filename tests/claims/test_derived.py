@@ -13,43 +13,48 @@ from tests.claims.synthetic import record, series
 EVERY, TOP = 10, 1e-2
 
 
-def ramp(losses: list[float], outcome: str = "finished") -> RunRecord:
-    """Returns a run whose rate rises in a line to `TOP`, with a held-out loss at the beginning and every 10 steps."""
-    steps = EVERY * (len(losses) - 1)
+def ramp(gaps: list[float], outcome: str = "finished") -> RunRecord:
+    """Returns a run whose rate rises in a line to `TOP`, with a held-out gap at the beginning and every 10 steps."""
+    steps = EVERY * (len(gaps) - 1)
     made = record(outcome=outcome, steps=steps)
-    made.series["loss_val"] = series({EVERY * place: loss for place, loss in enumerate(losses)})
+    made.series["loss_gap"] = series({EVERY * place: gap for place, gap in enumerate(gaps)})
     made.series["lr"] = series({step: TOP * step / steps for step in (1, *range(EVERY, steps + 1, EVERY))})
     return made
 
 
+LEARNS = [-3.0, 0.3, 0.6, 0.8]
+NAN = math.nan
+
+
 @pytest.mark.parametrize(
-    ("losses", "share"),
+    ("gaps", "share"),
     [
-        ([5.0, 4.0, 3.0, 3.0, 3.0, 3.0], 2 / 5),  # it stagnates
-        ([5.0, 4.0, 3.0, 6.0, 4.0, 3.5], 2 / 5),  # it spikes and does not come back
-        ([5.0, 4.0, 3.0, 6.0, 3.1, 2.5], 1.0),  # it comes back below
-        ([5.0, 4.0, 3.0, 3.2, 3.4, 3.6], 2 / 5),  # it gets worse and worse
-        ([5.0, 4.0, 3.0, 2.98, 2.97, 2.96], 2 / 5),  # less than 0.05 nats is no progress
-        ([5.0, 4.0, 3.0, 2.9, 2.8, 2.7], 1.0),  # it gets better to the end
-        ([5.0, 4.0, 3.0, math.nan, math.nan, math.nan], 2 / 5),
-        ([5.0, 5.0, 5.0, 5.0, 5.0, 5.0], 1 / 50),  # it never learns: the rate of the first step
+        ([*LEARNS, *[0.8] * 7], 1.0),  # it has learnt what it will, and stands
+        ([*LEARNS, 0.7, 1.1, 0.7, 0.8, 0.7, 0.9, 0.7], 1.0),  # one evaluation beside the others says nothing
+        ([*LEARNS, 0.8, 0.8, 0.8, -0.1, -0.1, -0.1, -0.1], 6 / 10),  # it stagnates at frequencies
+        ([*LEARNS, 0.8, 0.8, -2.0, -2.0, -2.0, 0.1, 0.4, 0.5, 0.5], 5 / 12),  # it spikes and does not come back
+        ([*LEARNS, 0.8, 0.8, -2.0, -2.0, -2.0, 0.4, 0.7, 0.8, 0.8], 1.0),  # it comes back
+        ([*LEARNS, 0.75, 0.7, 0.65, 0.45, 0.35, 0.3, 0.25], 6 / 10),  # it gets worse and worse
+        ([*LEARNS, 0.8, 0.8, 0.8, 0.8, NAN, NAN, NAN], 7 / 10),
+        ([-3.0, 0.3, 0.35, 0.3, 0.15, 0.15, 0.15, 0.15, 0.15], 3 / 8),  # near its best, but trained no more
+        ([-3.0, *[0.0, 0.1, 0.15, 0.0] * 3], 0.0),  # it never learns
     ],
 )
-def test_the_rate_is_that_of_the_last_progress(losses: list[float], share: float) -> None:
-    assert rate_tolerated(ramp(losses)) == pytest.approx(share * TOP)
+def test_the_rate_is_the_last_at_which_a_run_stands_where_it_had_come(gaps: list[float], share: float) -> None:
+    assert rate_tolerated(ramp(gaps)) == pytest.approx(share * TOP)
 
 
 def test_a_run_that_broke_off_tolerated_what_it_had_reached() -> None:
-    made = ramp([5.0, 4.0, 3.0, 2.5, 2.4, 2.3], outcome="nan")
-    made.series["loss_val"] = series({0: 5.0, 10: 4.0, 20: 3.0})
+    made = ramp([*LEARNS, *[0.8] * 7], outcome="nan")
+    made.series["loss_gap"] = series({0: -3.0, 10: 0.3, 20: 0.6, 30: 0.8, 40: 0.8})
     found = Result(Cell("pre", 2, 0, TOP, "main"), made).number("rate_tolerated")
-    assert found == pytest.approx(2 / 5 * TOP)
+    assert found == pytest.approx(4 / 10 * TOP)
 
 
 def test_without_a_rate_or_a_loss_nothing_follows() -> None:
     assert rate_tolerated(record()) is None
-    made = ramp([5.0, 4.0])
-    del made.series["loss_val"]
+    made = ramp([-3.0, 0.5])
+    del made.series["loss_gap"], made.series["loss_val"]
     assert rate_tolerated(made) is None
     assert unseen_loss(made) is None
 

@@ -198,3 +198,41 @@ def test_numbers_of_trainings_are_their_last_first_or_largest() -> None:
     broken = Result(Cell("ln", 12, 0, 1e-3, "main"), record(outcome="nan", numbers={"attn_logit_max": 7.0}))
     assert math.isnan(broken.number("attn_logit_max") or 0)
     assert broken.number("attn_logit_max", "first") == 7.0
+
+
+def rates(ln: Sequence[float], rms: Sequence[float], above: float = 1.0, than: str | None = "rms") -> Any:
+    """Returns the judgement of a rate that rises to 0.05."""
+    own = replace(claim(Value("ln", "rate_tolerated", above=above, than=than)), base={"train.optim.lr": 0.05})
+
+    def made(cell: Cell) -> Any:
+        return measurement({"rate_tolerated": {"ln": ln, "rms": rms}[cell.arm][cell.seed]})
+
+    return judge(own, "cpu", [Result(replace(r.cell, lr=0.05), r.record) for r in results(own, "cpu", made)])
+
+
+def test_the_mean_of_rates_is_geometric_so_that_its_interval_stays_above_0() -> None:
+    found = rates([0.014, 0.038, 0.018], [0.01] * 3, above=1e-3, than=None)
+    assert found.verdict == "supported"  # 95 % of the arithmetic mean -0.009..0.056
+    assert f"{(0.014 * 0.038 * 0.018) ** (1 / 3):.3g}" in found.headline
+    assert rates([0.0, 0.0, 0.0], [0.01] * 3, above=1e-3, than=None).verdict == "refuted"  # nothing was learnt at all
+    assert rates([0.0, 0.02, 0.03], [0.01] * 3, above=1e-3, than=None).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("ln", "rms", "above", "said"),
+    [
+        ([0.02] * 3, [0.03] * 3, 1.0, "refuted"),
+        ([0.03] * 3, [0.02] * 3, 1.0, "supported"),
+        ([0.02] * 3, [0.02] * 3, 1.0, "inconclusive"),  # as near each other as evaluations are
+        ([0.02, 0.02, 0.02], [0.02, 0.021, 0.021], 1.0, "inconclusive"),
+        ([0.05] * 3, [0.02] * 3, 3.0, "inconclusive"),  # it may be more
+        ([0.045] * 3, [0.02] * 3, 3.0, "refuted"),
+        ([0.05] * 3, [0.02] * 3, 2.0, "supported"),
+        ([0.03] * 3, [0.0] * 3, 3.0, "inconclusive"),  # which learnt nothing while its rate rose
+        ([0.0] * 3, [0.03] * 3, 1.0, "inconclusive"),
+    ],
+)
+def test_rates_that_are_bounds_refute_nothing(
+    ln: Sequence[float], rms: Sequence[float], above: float, said: str
+) -> None:
+    assert rates(ln, rms, above).verdict == said

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from normscale.claims.claim import Claim
 from normscale.claims.expect import Value
 from normscale.claims.figures.common import GREY, colour, new, plain, value_axis
-from normscale.claims.fit import mean
-from normscale.claims.judges.values import WHEN, values_of
+from normscale.claims.judges.values import RATES, WHEN, averaged, values_of
 from normscale.claims.results import Result
 
 if TYPE_CHECKING:
@@ -47,11 +46,12 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     for place, (number, when, rows) in enumerate(panels):
         axes = figure.add_subplot(lines, min(COLUMNS, len(panels)), place + 1)
         bars = [(e.arm, e.at, e.above, e.below) for e in judged if (e.number, e.when, e.than) == (number, when, None)]
-        _panel(axes, claim, rows, bars)
+        _panel(axes, claim, number, rows, bars)
         expected = expected or bool(bars)
         title = claim.numbers.get(number, number) + WHEN[when]
         axes.set_title("\n".join(textwrap.wrap(title[:1].upper() + title[1:], WRAP)), loc="left", fontsize=11)
-    said = "Circles: one seed each. Bar: mean and 95 % interval."
+    means = {"geometric mean" if number in RATES else "mean" for number, _, _ in panels}
+    said = f"Circles: one seed each. Bar: {' or '.join(sorted(means))} and 95 % interval."
     said += " Green: where it was expected." if expected else ""
     if further:
         names = [claim.numbers.get(number, number) + WHEN[when] for number, when, _ in further]
@@ -72,16 +72,16 @@ def _rows(claim: Claim, results: Sequence[Result], wanted: Value) -> Rows:
     return rows
 
 
-def _panel(axes: "Axes", claim: Claim, rows: Rows, bars: Bars) -> None:
+def _panel(axes: "Axes", claim: Claim, number: str, rows: Rows, bars: Bars) -> None:
     for y, (arm, _, _, values) in enumerate(rows):
-        ink, middle = colour(claim, arm), mean(values)
+        ink, middle = colour(claim, arm), averaged(number, values)
         axes.plot(values, [y] * len(values), "o", ms=5, mfc="none", mec=ink, mew=1.1)
         if middle.lo is not None and middle.hi is not None:
             axes.plot([middle.lo, middle.hi], [y, y], color=ink, lw=1.6)
         axes.plot(middle.value, y, "|", ms=11, mec=ink, mew=2)
     own = {(arm, depth): y for y, (arm, depth, _, _) in enumerate(rows)}
     edges = [bar for arm, at, *both in bars if (arm, at) in own for bar in both if bar is not None]
-    _scale(axes, [value for _, _, _, values in rows for value in values] + edges, _ends(rows))
+    _scale(axes, [value for _, _, _, values in rows for value in values] + edges, _ends(number, rows))
     low, high = axes.get_xlim()
     for arm, at, above, below in bars:
         if (arm, at) in own:
@@ -95,9 +95,9 @@ def _panel(axes: "Axes", claim: Claim, rows: Rows, bars: Bars) -> None:
     plain(axes)
 
 
-def _ends(rows: Rows) -> list[float]:
+def _ends(number: str, rows: Rows) -> list[float]:
     """Returns the ends of the intervals."""
-    middles = [mean(values) for _, _, _, values in rows]
+    middles = [averaged(number, values) for _, _, _, values in rows]
     return [end for middle in middles for end in (middle.lo, middle.hi) if end is not None]
 
 

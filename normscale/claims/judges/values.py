@@ -1,8 +1,9 @@
-"""Any number of a run, as a mean over seeds: the judge of `Value`.
+"""Any number of a run, as a mean over seeds (of rates the geometric one): the judge of `Value`.
 
 Supported when the whole 95 % interval lies strictly beyond the bar, or strictly between the two; refuted when the
 whole of it lies on the other side of one of them, the bar included; else inconclusive. Where runs broke off, and the
-number is the worst there is, there is no mean: then all seeds have to lie on that side.
+number is the worst there is, there is no mean: then all seeds have to lie on that side. Rates that runs tolerated
+refute nothing where they are bounds: at the end of a ramp, or so near each other that the same evaluation has both.
 """
 
 import math
@@ -10,9 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from normscale.claims.claim import Claim, Verdict
+from normscale.claims.derived import RATE_TOLERATED
 from normscale.claims.expect import Value, When
 from normscale.claims.fit import Estimate, mean, ratio
 from normscale.claims.results import MAIN, Measured, Part, Result
+
+RATES = frozenset({RATE_TOLERATED})
+"""Numbers whose mean over seeds is the geometric one, since seeds differ in them by factors: about an arithmetic mean
+of learning rates an interval can reach below 0, where there are none."""
 
 WHEN: dict[When, str] = {
     "first": " at the beginning",
@@ -41,6 +47,7 @@ def judge_value(claim: Claim, expectation: Value, results: Sequence[Result]) -> 
     estimate = _estimate(expectation, known)
     if estimate is None:
         odd = "not finite" if not all(map(math.isfinite, known)) else "zero or negative, so that there is no ratio"
+        odd = "none, as nothing was learnt," if expectation.number in RATES else odd
         return Part(says, "inconclusive", f"{subject}: {odd} in some run", counted)
     told = f"{estimate.value:.3g}"
     detail = f"{told}{_spread(estimate) or ' (one run)'}, {counted}"
@@ -49,6 +56,8 @@ def judge_value(claim: Claim, expectation: Value, results: Sequence[Result]) -> 
     if estimate.lo is None or estimate.hi is None:
         return Part(says, "inconclusive", f"{told} ({brief}; one seed has no interval)", detail, topic)
     verdict = _verdict(expectation, estimate.lo, estimate.hi)
+    if verdict == "refuted" and (bound := _bound(expectation, known, results)):
+        return Part(says, "inconclusive", f"{told} ({brief}; {bound})", f"{detail}; {bound}", topic)
     spread = f"{_interval(estimate)}; " if verdict == "inconclusive" else ""
     return Part(says, verdict, f"{told} ({spread}{brief})", detail, topic)
 
@@ -150,7 +159,23 @@ def _estimate(expectation: Value, known: Sequence[float]) -> Estimate | None:
         return None
     if expectation.than is not None and expectation.compare == "ratio":
         return ratio([0.0] * len(known), known)
-    return mean(known)
+    return averaged(expectation.number, known) if expectation.than is None else mean(known)
+
+
+def averaged(number: str, values: Sequence[float]) -> Estimate:
+    """Returns the mean of a number over seeds; of rates the geometric one, where all are positive."""
+    return (ratio([0.0] * len(values), values) if number in RATES else None) or mean(values)
+
+
+def _bound(expectation: Value, known: Sequence[float], results: Sequence[Result]) -> str:
+    """Returns why what is known of rates is a bound, and nothing if it is more."""
+    if expectation.number not in RATES:
+        return ""
+    own = [r for r in results if (r.cell.arm, r.cell.depth) == (expectation.arm, expectation.at)]
+    rates = [(r.number(expectation.number, expectation.when), r.cell.lr) for r in own if r.cell.role in MAIN]
+    if expectation.above is not None and any(rate is not None and math.isclose(rate, lr) for rate, lr in rates):
+        return "a run stood to the end of its ramp"
+    return "equal in some pair" if expectation.than is not None and 1.0 in known else ""
 
 
 def _verdict(expectation: Value, lo: float, hi: float) -> Verdict:

@@ -25,7 +25,7 @@ class Tolerated:
 
 @dataclass(frozen=True)
 class Risen:
-    """At which rates the runs of a cell made their last progress while the rate rose to `top`: least and largest."""
+    """Up to which rates the runs of a cell stood while the rate rose to `top`: least and largest; 0: nothing learnt."""
 
     claim: str
     label: str
@@ -37,12 +37,14 @@ class Risen:
 
     @property
     def to_the_end(self) -> bool:
-        """Whether a run was still making progress at the end of its ramp: it tolerates more than was tried."""
+        """Whether a run stood at the end of its ramp: it tolerates more than was tried."""
         return math.isclose(self.high, self.top, rel_tol=1e-6)
 
     @property
     def said(self) -> str:
         """Returns e.g. "0.0015 to 0.002"."""
+        if self.high == 0.0:
+            return "none: nothing was learnt while it rose"
         range_ = f"{self.low:.3g}" if self.low == self.high else f"{self.low:.3g} to {self.high:.3g}"
         return f"{range_} or more" if self.to_the_end else range_
 

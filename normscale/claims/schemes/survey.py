@@ -39,8 +39,9 @@ SAYS = {
     RISING: "The largest learning rate that each scheme tolerates.",
 }
 RISES = (
-    f"The largest rate is where one that rises in a line to {TOP:g} over {RISING_STEPS} steps ceases to lower the "
-    f"held-out loss, with {RISING_DEPTH} blocks in fp32; it is looked at every {EVERY * TOP / RISING_STEPS:g}."
+    f"The rate rises in a line to {TOP:g} over {RISING_STEPS} steps, with {RISING_DEPTH} blocks in fp32. The largest "
+    "is that up to which a model that has learnt stands within 0.2 nats of its lowest held-out loss; it is looked at "
+    f"every {EVERY * TOP / RISING_STEPS:g}."
 )
 
 
