@@ -39,8 +39,8 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 def refuse(inner: nn.Module) -> None:
     """Raises BadInput for a wrapper whose gradients nobody could read."""
-    for name, parameter in inner.named_parameters():
-        if is_lazy(parameter):
+    for name, own in (*inner.named_parameters(), *inner.named_buffers()):
+        if is_lazy(own):
             raise BadInput(
                 f"Monitor: {name!r} has no shape yet (a lazy module); run one forward pass before the monitor is made"
             )

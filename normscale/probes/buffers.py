@@ -37,15 +37,20 @@ class _Copy(NamedTuple):
                 self.module._buffers[self.name] = self.values.clone()
 
 
+def comparable(buffer: Tensor | None) -> bool:
+    """Returns whether a buffer can be compared with a copy, which one that is sparse or nested cannot."""
+    return buffer is not None and buffer.layout is torch.strided and not buffer.is_nested
+
+
 class AllBuffers:
-    """Every buffer of a model as it is, to put back what a replay changes."""
+    """Every buffer of a model as it is, to put back what a replay changes; all that are `comparable`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
             _Copy.of(name, module, name, buffer)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and comparable(buffer)
         ]
 
     def put_back(self) -> None:
@@ -59,6 +64,7 @@ class WindowBuffers:
     """The buffers as they were when the window began, to undo a step that is not applied.
 
     Only what a checkpoint holds is state: buffers that are not persistent are constants or caches, and cost nothing.
+    Nor do those that are not `comparable`: what a forward pass writes to one of them stays.
     Which of the others are written is asked once, over the first window: those are kept for each window, with all
     others of their modules (a batch norm's counter tells of its averages). One that is written later for the first time
     is found when a step is not applied: what it has become stays, it is named, and it is kept from then on.
@@ -69,7 +75,7 @@ class WindowBuffers:
             (f"{path}.{name}" if path else name, module, name)
             for path, module in model.named_modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            if comparable(buffer) and name not in module._non_persistent_buffers_set
         ]
         self._kept: list[_Copy] = []
         self._others: list[_Copy] = []  # as they were in the first window

@@ -161,8 +161,10 @@ class _Passes:
 
     def leave(self) -> None:
         """Puts everything back."""
-        self.buffers.put_back()
-        self._after.restore()
+        try:
+            self.buffers.put_back()
+        finally:
+            self._after.restore()
 
 
 def _alone(passes: _Passes) -> Culprit | None:

@@ -37,6 +37,9 @@ def test_a_lazy_module_is_refused_until_it_has_run(tmp_path: Path) -> None:
         normscale.Monitor(model, runs=tmp_path)
     model(torch.ones(1, 4))
     normscale.Monitor(model, runs=tmp_path).close()
+    model = nn.Sequential(nn.Linear(4, 3), nn.LazyBatchNorm1d(affine=False))  # which has nothing but buffers
+    with pytest.raises(BadInput, match=r"'1.running_mean' has no shape yet"):
+        normscale.Monitor(model, runs=tmp_path)
 
 
 def test_settings_of_the_loop_may_hold_tensors(tmp_path: Path) -> None:

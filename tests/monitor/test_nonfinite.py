@@ -457,6 +457,31 @@ def test_running_averages_are_those_of_the_steps_that_were_applied(tmp_path: Pat
     assert all(torch.equal(a, b) for a, b in zip(with_bad, averages(data, monitored=False), strict=True))
 
 
+def test_a_sparse_buffer_stops_no_step_and_no_replay(tmp_path: Path) -> None:
+    """As the graph of a graph network, in a checkpoint or not."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("edges", torch.eye(5).to_sparse())
+            self.register_buffer("cache", torch.eye(5).to_sparse(), persistent=False)
+            self.linear, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(self.edges @ (self.cache @ x)))  # type: ignore[no-any-return]
+
+    model = Graph()
+    Poison(model, "linear")
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    data = batches(3)
+    good, bad, after = train(model, monitor, [data[0], marked(data[1]), data[2]])
+    assert (good.applied, bad.applied, after.applied) == (True, False, True)
+    assert bad.culprit is not None
+    assert bad.culprit.module == "linear"
+    assert int(model.norm.num_batches_tracked) == 2
+    monitor.close()
+
+
 def test_a_sum_that_overflows_in_a_batch_norm_is_not_put_down_to_its_averages(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))

@@ -130,3 +130,28 @@ def test_all_buffers_are_put_back_in_the_tensors_they_were_in() -> None:
     for name, buffer in model.named_buffers():
         assert buffer is tensors[name]
         assert torch.equal(buffer.nan_to_num(), values[name].nan_to_num())
+
+
+def test_buffers_that_cannot_be_compared_are_left_alone() -> None:
+    class Odd(nn.Module):
+        def __init__(self, persistent: bool) -> None:
+            super().__init__()
+            self.average = nn.BatchNorm1d(4)
+            nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+            odd = {"coo": torch.eye(4).to_sparse(), "nested": nested}
+            for name, value in odd.items():
+                self.register_buffer(name, value, persistent)
+
+    for persistent in (True, False):
+        model = Odd(persistent)
+        window, here = WindowBuffers(model), AllBuffers(model)
+        window.begin()
+        model.average(x())
+        window.applied()
+        assert kept(window) == ["average.running_mean", "average.running_var", "average.num_batches_tracked"]
+        window.begin()
+        model.average(x(2.0))
+        assert window.put_back() == []
+        assert int(model.average.num_batches_tracked) == 1
+        here.put_back()
+        assert int(model.average.num_batches_tracked) == 0

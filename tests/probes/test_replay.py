@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from normscale.errors import ReplayRefused
 from normscale.probes import watch
+from normscale.probes.buffers import AllBuffers
 from normscale.probes.culprit import LOSS, Culprit
 from normscale.probes.replay import Kept, RandomState, replay
 
@@ -699,6 +700,20 @@ def test_nothing_is_left_changed(bad: nn.Module | None) -> None:
     assert torch.equal(generator, torch.get_rng_state())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_random_states_are_put_back_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: AllBuffers) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(AllBuffers, "put_back", failing)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    kept = Kept(batches()[0], RandomState.capture(CPU))
+    torch.rand(3)
+    generator = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="no room"):
+        replay(model, [kept], lambda batch: model(batch).square().mean())
+    assert torch.equal(generator, torch.get_rng_state())
 
 
 class Heads(nn.Module):
