@@ -135,7 +135,8 @@ class Provenance:
                 return loss_fn(self.inner, shallow(batch)) * scale
 
         try:
-            return replay(self.inner, self.kept, loss_of, all_of_them=engine.gathers), ""
+            # Ranks may meet in the model or in its loss, as where batch norms sum over them: none may leave them there.
+            return replay(self.inner, self.kept, loss_of, all_of_them=engine.gathers or engine.world > 1), ""
         except ReplayRefused as error:
             return None, str(error)
         except Exception as error:

@@ -197,6 +197,7 @@ class _Side:
 
     def __init__(self, passes: _Passes) -> None:
         self.passes, self.failed = passes, -1
+        self.bad: Watch | None = None
         self.mends: Mends | None = None  # of the pass that this rank asks for
         self.looking: Search | None = None
         self.culprit: Culprit | None = None
@@ -211,8 +212,7 @@ class _Side:
                 watch = self.passes.run(index, self.mends if index == self.failed else None)
                 self.refused = self.refused or watch.refused
                 if self.looking is None and watch.failed:
-                    self.failed, self.looking = index, search(watch)
-                    self.culprit = _untried(watch, _ELSEWHERE if self.trouble is None else str(self.trouble))
+                    self.failed, self.bad, self.looking = index, watch, search(watch)
                     self._ask(None)
                 elif index == self.failed and self.mends is not None:
                     self._ask(watch)
@@ -236,6 +236,9 @@ def _together(passes: _Passes) -> Culprit | None:
         if stopped or not wanted:
             break
         side.window()
+    if side.bad is not None and side.mends is not None:  # it was still asking
+        error = side.trouble
+        side.culprit = _untried(side.bad, _ELSEWHERE if error is None else f"{type(error).__name__}: {error}")
     if side.culprit is None and stopped:
         raise side.trouble or ReplayRefused(_ELSEWHERE)
     if side.culprit is None and side.refused:

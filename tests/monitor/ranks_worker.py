@@ -23,12 +23,26 @@ from tests.monitor.made import Net, Poison, batches, loss_fn, marked, net
 OUT = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
 
-KINDS = ("ddp", "ddp-late", "fsdp2", "fsdp2-late", "warm-up", "accelerate", "accelerate-fsdp2")
-"""In the late ones the model is wrapped, or sharded, when it is monitored already."""
+KINDS = ("ddp", "ddp-late", "meeting", "fsdp2", "fsdp2-late", "warm-up", "accelerate", "accelerate-fsdp2")
+"""In the late ones the model is wrapped, or sharded, when it is monitored already; in one ranks meet in the model."""
 
 
 def whole(p: Tensor) -> Tensor:
     return p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
+
+
+class Averaged(torch.autograd.Function):
+    """The mean over ranks, of gradients too, as norms in step over ranks take it within the model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        dist.all_reduce(y)
+        return y / 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return Averaged.forward(ctx, gradients[0])
 
 
 @contextmanager
@@ -91,6 +105,8 @@ def trained(kind: str) -> dict[str, Any]:
         faults, size = (4,), 4
     model: nn.Module = inner
     monitor = None
+    if kind == "meeting":
+        inner.blocks[0].register_forward_hook(lambda module, args, output: Averaged.apply(output))
     Poison(inner, "blocks.1.proj")
     if kind.endswith("late"):
         monitor = normscale.Monitor(inner, loss_fn, runs=OUT / kind, **more)

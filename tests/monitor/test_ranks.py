@@ -15,8 +15,8 @@ from tests.monitor.test_rows import twin
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-KINDS = ("ddp", "ddp-late", "fsdp2", "fsdp2-late", "accelerate", "accelerate-fsdp2")
-"""In the late ones the model is wrapped, or sharded, when it is monitored already."""
+KINDS = ("ddp", "ddp-late", "meeting", "fsdp2", "fsdp2-late", "accelerate", "accelerate-fsdp2")
+"""In the late ones the model is wrapped, or sharded, when it is monitored already; in one ranks meet in the model."""
 
 Said = tuple[dict[str, Any], dict[str, Any], RunRecord]
 

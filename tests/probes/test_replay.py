@@ -764,6 +764,22 @@ def test_all_of_them_are_run_to_their_end() -> None:
     assert len(runs) % 3 == 0
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_what_fails_in_a_pass_that_would_try_an_event_is_said(together: bool) -> None:
+    model = Net(a=Spoil(math.nan))
+    runs: list[int] = []
+
+    def loss_of(batch: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) > 1:
+            raise ValueError("no room")
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    culprit = culprit_of(model, batches(), loss_of, all_of_them=together)
+    assert culprit.module == "middle.a"
+    assert culprit.note.endswith("whether it had a part was not tried: ValueError: no room")
+
+
 def test_a_hook_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = watch.counted
 
