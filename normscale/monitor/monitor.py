@@ -129,7 +129,8 @@ class Monitor:
             clip: The largest norm of the whole gradient, as in clip_grad_norm_; None leaves that to the loop.
             updates: Record how far a step moves each block, of a sample of its parameters.
             update_batch: A micro-batch on which recorded steps measure how far what the last block puts out has moved
-                since the beginning (DeepNet's model update): a forward pass each time, by `loss_fn`.
+                since the beginning (DeepNet's model update): a forward pass each time, by `loss_fn`, without the
+                loop's autocast, so that it is the same function each time.
             stalled: Steps in a row that are not applied, for whatever reason, before an alarm is raised and said.
             spike_sigmas: Standard deviations from the mean of those before that make a loss or gradient norm a spike.
             spike_window: How many before it are taken: of the loss, steps. Of the gradient norm, steps whose norm is
@@ -384,6 +385,7 @@ class Monitor:
         """Folds the micro-batch that is open, if one is."""
         if self._open:
             self._open = False
+            self.provenance.ran()
             self._call("after_micro_batch", {})
 
     def _end_with(self, meant: tuple[int, int], well: bool) -> None:

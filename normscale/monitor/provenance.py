@@ -70,7 +70,12 @@ class Provenance:
     def keep(self, batch: Any, device: torch.device) -> None:
         """Keeps a micro-batch that is about to run; the host does not wait."""
         if self.loss_fn is not None:
+            self._around.now = None
             self.kept.append(Kept.of(shallow(batch), device))
+
+    def ran(self) -> None:
+        """Says that the micro-batch has run, so that the autocast it ran under is known."""
+        self._around.noted = self._around.now
 
     def drop(self) -> None:
         """Forgets the last micro-batch, which did not run to its end."""
@@ -245,25 +250,34 @@ class Provenance:
 
 
 class Surroundings:
-    """A hook on the model that notes the autocast it runs under, so that a replay can have the same."""
+    """A hook on the model that sees the autocast it runs under, so that a replay can have the same.
+
+    It is made part of a model that is compiled whole, of which it does not end the graph: what it reads is constant in
+    one, and all that it does is to write `now`.
+
+    Attributes:
+        now: device type, dtype and whether casts are cached, of the last forward; None without autocast.
+        noted: the same of the loop's own last forward: evaluations and passes of probes come between.
+    """
 
     def __init__(self) -> None:
-        self._autocast: tuple[str, bool, torch.dtype, bool] | None = None
+        self.now: tuple[str, torch.dtype, bool] | None = None
+        self.noted: tuple[str, torch.dtype, bool] | None = None
+        self._kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-        kind = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), kinds[0])
-        on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._autocast = (kind, on, dtype, torch.is_autocast_cache_enabled())
+        now = None
+        for kind in self._kinds:
+            if now is None and torch.is_autocast_enabled(kind):
+                now = kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        self.now = now
 
     def again(self) -> AbstractContextManager[Any]:
-        """Returns the context that was seen last."""
-        if self._autocast is None or not self._autocast[1]:
+        """Returns the context that the loop's own last forward had."""
+        if self.noted is None:
             return nullcontext()
-        kind, on, dtype, cache = self._autocast
-        return torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cache)
+        kind, dtype, cache = self.noted
+        return torch.autocast(kind, dtype=dtype, cache_enabled=cache)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return inert_hook()

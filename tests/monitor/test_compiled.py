@@ -96,6 +96,38 @@ def test_what_is_compiled_stays_the_same_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*arms, strict=True))
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_autocast_of_a_model_that_is_compiled_whole_is_known(
+    in_place: bool, fullgraph: bool, tmp_path: Path
+) -> None:
+    """A weight beyond what fp16 holds goes wrong under it alone; to see it ends no graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    inner = net(2)
+    with torch.no_grad():
+        inner.blocks[1].proj.weight.fill_(1e5)
+    model: nn.Module = inner
+    if in_place:
+        inner.compile(backend="eager", fullgraph=fullgraph)
+    else:
+        model = torch.compile(inner, backend="eager", fullgraph=fullgraph)  # type: ignore[assignment]
+    monitor, optimizer = normscale.Monitor(model, loss_fn, runs=tmp_path, blocks=()), adamw(inner)
+    batch = batches(1)[0]
+    for _ in range(2):
+        with monitor.micro_batch(batch):
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_fn(model, batch)
+            loss.backward()
+        report = monitor.step(optimizer, loss)
+        assert report.culprit is not None
+        assert (report.culprit.module, report.culprit.phase) == ("blocks.1.proj", "forward")
+        optimizer.zero_grad()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    monitor.close()
+
+
 @pytest.mark.parametrize("form", FORMS[:3])
 def test_the_culprit_inside_a_compiled_block_is_named(form: str, tmp_path: Path) -> None:
     inner = net(3)

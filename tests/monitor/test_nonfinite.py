@@ -206,6 +206,27 @@ def test_the_replay_runs_under_the_loops_autocast(tmp_path: Path) -> None:
     monitor.close()
 
 
+@pytest.mark.parametrize("between", ["update", "evaluation"])
+def test_passes_without_autocast_are_not_taken_for_the_loops(between: str, tmp_path: Path) -> None:
+    """A weight beyond what fp16 holds goes wrong there alone."""
+    model = net(2)
+    with torch.no_grad():
+        model.blocks[1].proj.weight.fill_(1e5)
+    batch = batches(1)[0]
+    more: Any = {"update_batch": batch} if between == "update" else {}
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, **more)
+    with monitor.micro_batch(batch):
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_fn(model, batch)
+        loss.backward()
+    if between == "evaluation":
+        assert loss_fn(model, batch).isfinite()
+    report = monitor.step(adamw(model), loss)
+    assert report.culprit is not None
+    assert (report.culprit.module, report.culprit.phase) == ("blocks.1.proj", "forward")
+    monitor.close()
+
+
 def test_without_a_loss_function_rows_tell_the_block_and_say_so(tmp_path: Path) -> None:
     """The first bad step is not measured, so that gradients alone tell; the next one has rows."""
     model = net(4)
