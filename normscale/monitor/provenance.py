@@ -218,8 +218,9 @@ class Provenance:
         names = {id(p): plain_name(name) for name, p in self.inner.named_parameters()}
         faults = tried(lambda: result.gradients.faults(names) if result.gradients is not None else []) or []
         entries = sum(p.numel() for p in result.gradients.parameters)
+        order = {name: i for i, name in enumerate(names.values())}  # that of an optimizer may be by weight decay
         if not (result.gradients.sharded and engine.world > 1):
-            return faults, entries
+            return sorted(faults, key=lambda fault: order.get(fault["name"], -1)), entries
         gathered: list[list[dict[str, Any]]] = [[] for _ in range(engine.world)]
         dist.all_gather_object(gathered, faults)
         joined: dict[str, dict[str, Any]] = {}
@@ -228,7 +229,6 @@ class Provenance:
             for key in ("nan", "pos_inf", "neg_inf"):
                 known[key] += fault[key]
             known["kind"] = Counts(known["nan"], known["pos_inf"], known["neg_inf"], 0).kind
-        order = {name: i for i, name in enumerate(names.values())}
         return sorted(joined.values(), key=lambda fault: order.get(fault["name"], -1)), entries
 
     def _layer(self, culprit: Culprit) -> int:

@@ -273,6 +273,23 @@ def test_without_a_loss_function_backward_rows_tell_the_last_block_first(tmp_pat
     monitor.close()
 
 
+def test_of_the_gradients_the_last_in_the_model_tells_whatever_the_optimizer_has_last(tmp_path: Path) -> None:
+    """As where biases and norms, which are not decayed, are a group of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
+    Poison(model, "2", backward=True)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == deep] for deep in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+    monitor = normscale.Monitor(model, runs=tmp_path)
+    good, bad = train(model, monitor, [batches(1)[0], marked(batches(1)[0])], optimizer=optimizer)
+    assert (good.applied, bad.measured) == (True, False)
+    assert bad.culprit is not None
+    assert (bad.culprit.module, bad.culprit.tensor) == ("2", "gradient of weight")
+    (event,) = events(record(monitor), "nonfinite")
+    assert event["parameter"] == "2.weight"
+    assert [one["name"] for one in event["parameters"]] == [name for name, _ in model.named_parameters()]
+
+
 def test_a_norm_of_finite_gradients_that_overflows_is_told_from_a_bad_gradient(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     monitor = normscale.Monitor(model, lambda model, batch: model(batch).sum(), runs=tmp_path, clip=1.0)
