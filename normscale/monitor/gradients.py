@@ -127,7 +127,7 @@ class Gradients:
             if bool(torch.isfinite(grad).all()):
                 continue
             nan, plus, minus = (int(c.sum()) for c in (torch.isnan(grad), torch.isposinf(grad), torch.isneginf(grad)))
-            counts = {"nan": nan, "pos_inf": plus, "neg_inf": minus, "of": grad.numel()}
+            counts = {"nan": nan, "pos_inf": plus, "neg_inf": minus, "of": p.grad.numel()}
             kind = "NaN" if nan else "+Inf" if plus else "-Inf"
             found.append({"name": names.get(id(p), "(not in the model)"), "kind": kind, **counts})
         return found

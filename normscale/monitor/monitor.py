@@ -263,7 +263,6 @@ class Monitor:
         self.steps += 1
         self.applied += result.applied
         self.in_a_row = self.in_a_row + 1 if result.bad else 0 if result.applied else self.in_a_row
-        self._call("after_step", self.steps)
         self.provenance.end(self.steps, result.applied)
         if (late := self.provenance.late) and not result.bad:
             self.journal.once(self.steps, "unavailable", what="buffers", says=f"{late[0]} could not be put back")
@@ -271,6 +270,7 @@ class Monitor:
             says = f"the gradients of step {undone}, which was not applied, were not zeroed: call optimizer.zero_grad()"
             self.journal.once(self.steps, "not_zeroed", says=f"{says} after every monitor.step", warn=True)
         culprit = self._explain(engine, result) if result.bad else None
+        self._call("after_step", self.steps)  # not before: a pass of a probe leaves FSDP2's parameters gathered
         self._record(engine, optimizer, scheduler, result)
         measured, self._measured, self._micro_batches = self._measured, False, 0
         # Without a replay only rows can tell a block: the next step has them, in case it goes wrong, too.

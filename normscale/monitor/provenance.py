@@ -14,6 +14,7 @@ from normscale.errors import ReplayRefused
 from normscale.monitor.engines import Engine, Result
 from normscale.monitor.gradients import Gradients
 from normscale.monitor.hooks import inert_hook
+from normscale.monitor.pieces import is_dtensor, share_of
 from normscale.monitor.rows import BlockRows
 from normscale.monitor.window import shallow
 from normscale.probes.agreement import agree
@@ -217,19 +218,14 @@ class Provenance:
             return [], 0
         names = {id(p): plain_name(name) for name, p in self.inner.named_parameters()}
         faults = tried(lambda: result.gradients.faults(names) if result.gradients is not None else []) or []
-        entries = sum(p.numel() for p in result.gradients.parameters)
+        parameters = result.gradients.parameters
+        if result.gradients.sharded and engine.world > 1:
+            gathered: list[list[dict[str, Any]]] = [[] for _ in range(engine.world)]
+            dist.all_gather_object(gathered, faults)
+            pieces = {names.get(id(p), ""): p for p in parameters if is_dtensor(p)}
+            faults = _joined(gathered, {name: round(1 / share_of(p)) for name, p in pieces.items()})
         order = {name: i for i, name in enumerate(names.values())}  # that of an optimizer may be by weight decay
-        if not (result.gradients.sharded and engine.world > 1):
-            return sorted(faults, key=lambda fault: order.get(fault["name"], -1)), entries
-        gathered: list[list[dict[str, Any]]] = [[] for _ in range(engine.world)]
-        dist.all_gather_object(gathered, faults)
-        joined: dict[str, dict[str, Any]] = {}
-        for fault in (fault for own in gathered for fault in own):
-            known = joined.setdefault(fault["name"], fault | dict.fromkeys(("nan", "pos_inf", "neg_inf"), 0))
-            for key in ("nan", "pos_inf", "neg_inf"):
-                known[key] += fault[key]
-            known["kind"] = Counts(known["nan"], known["pos_inf"], known["neg_inf"], 0).kind
-        return sorted(joined.values(), key=lambda fault: order.get(fault["name"], -1)), entries
+        return sorted(faults, key=lambda fault: order.get(fault["name"], -1)), sum(p.numel() for p in parameters)
 
     def _layer(self, culprit: Culprit) -> int:
         """Returns the row of the block that a culprit lies in, -1 where it is outside of them."""
@@ -284,6 +280,22 @@ class Surroundings:
 
     def __reduce__(self) -> Any:
         return inert_hook, ()
+
+
+def _joined(gathered: Sequence[Sequence[dict[str, Any]]], copies: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Returns the faults of all ranks as those of whole gradients: `copies` tells how many ranks hold each piece.
+
+    A gradient that is in no pieces is whole on every rank: the first that found a fault in it tells.
+    """
+    keys, joined = ("nan", "pos_inf", "neg_inf"), dict[str, dict[str, Any]]()
+    for fault in (fault for own in gathered for fault in own):
+        known = joined.setdefault(fault["name"], fault)
+        if known is not fault and fault["name"] in copies:
+            known.update({key: known[key] + fault[key] for key in keys})
+    for name, known in joined.items():
+        known.update({key: known[key] // copies.get(name, 1) for key in keys})
+        known["kind"] = Counts(known["nan"], known["pos_inf"], known["neg_inf"], known["of"]).kind
+    return list(joined.values())
 
 
 def _side(backward: bool) -> str:

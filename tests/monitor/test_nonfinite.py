@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import normscale
 from normscale.cli import main
 from normscale.errors import BadInput, NonFiniteStop
+from normscale.monitor.provenance import _joined
 from tests.monitor.made import Poison, adamw, batches, events, loss_fn, marked, net, record, train
 
 INF = float("inf")
@@ -562,6 +563,19 @@ def test_a_replay_of_other_numbers_does_not_blame_the_reduction(tmp_path: Path) 
     assert report.culprit is not None
     assert (report.culprit.phase, report.culprit.reproduced) == ("backward", False)
     monitor.close()
+
+
+def test_faults_of_pieces_are_added_up_once_a_piece() -> None:
+    def fault(name: str, nan: int) -> dict[str, Any]:
+        return {"name": name, "kind": "NaN", "nan": nan, "pos_inf": 0, "neg_inf": 1, "of": 64}
+
+    gathered = [[fault("whole", 3), fault("halves", 5)], [fault("whole", 3), fault("halves", 7)]]
+    gathered += [[fault("whole", 3), *own[1:]] for own in gathered]  # four ranks, two copies of each half
+    gathered = [[dict(one) for one in own] for own in gathered]
+    assert _joined(gathered, {"halves": 2, "good": 2}) == [
+        fault("whole", 3),
+        fault("halves", 12) | {"neg_inf": 2},
+    ]
 
 
 def test_rows_that_fail_leave_no_rank_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,9 @@ def test_all_ranks_write_one_run(kind: str, trained: Any) -> None:
     bad = events(found, "nonfinite")
     assert [event["step"] for event in bad] == [4, 7, 8]
     assert {event["culprit"]["rank"] for event in bad} == {1}
-    assert bad[0]["parameters_bad"] > 0
+    sizes = {name: p.numel() for name, p in net(3).named_parameters()}
+    told = [(one["name"], one["kind"], one["nan"], one["of"]) for one in bad[0]["parameters"]]
+    assert told == [(name, "NaN", size, size) for name, size in sizes.items()]  # of the whole, in pieces or not
     assert bad[0]["run_up"][-1]["step"] == 2
     for name in ("stream_rms", "stream_grad_norm", "grad_norm", "update_rel"):
         assert (found.profiles[name].data[0] > 0).all(), name
