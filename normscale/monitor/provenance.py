@@ -14,6 +14,7 @@ from normscale.errors import ReplayRefused
 from normscale.monitor.engines import Engine, Result
 from normscale.monitor.gradients import Gradients
 from normscale.monitor.hooks import inert_hook
+from normscale.monitor.leftover import Leftover
 from normscale.monitor.pieces import is_dtensor, share_of
 from normscale.monitor.rows import BlockRows
 from normscale.monitor.window import shallow
@@ -39,7 +40,7 @@ class Provenance:
 
     Attributes:
         late: buffers that the window at hand wrote to and that could not be put back.
-        unzeroed: number of a step before it that was not applied and whose gradients were still there; 0: none.
+        unzeroed: number of a step before it that was not applied and whose gradients were not zeroed; 0: none.
     """
 
     def __init__(self, inner: nn.Module, loss_fn: LossFn | None, blocks: Sequence[str]) -> None:
@@ -47,7 +48,7 @@ class Provenance:
         self.kept: list[Kept] = []
         self.buffers, self.late = WindowBuffers(inner), list[str]()
         self.unzeroed = self._undone = 0
-        self._left: tuple[Tensor, Tensor] | None = None  # a parameter and the bad gradient it has at the beginning
+        self._left: Leftover | None = None  # a bad gradient that there is at the beginning
         self.profiles: deque[tuple[int, Mapping[str, Array]]] = deque(maxlen=RUN_UP)
         self._around = Surroundings()
         self._handle = inner.register_forward_pre_hook(self._around) if loss_fn is not None else None
@@ -55,12 +56,15 @@ class Provenance:
     def begin(self) -> None:
         """Begins a window, before its first forward."""
         self.buffers.begin()
-        self._left = Gradients(list(self.inner.parameters())).first_fault() if self._undone else None
+        self._look_no_longer()
+        if self._undone:
+            trained = [p for p in self.inner.parameters() if p.requires_grad]
+            fault = Gradients(trained).first_fault()
+            self._left = None if fault is None else Leftover(*fault)
 
     def end(self, step: int, applied: bool) -> None:
         """Ends a window: buffers stay as a step that is applied has left them, and are put back otherwise."""
-        still = self._left is not None and self._left[0].grad is self._left[1]  # else zeroed after the window began
-        self.unzeroed = self._undone if still else 0
+        self.unzeroed = self._undone if self._left is not None and self._left.remains() else 0
         self._undone = 0 if applied else self.unzeroed or step
         self.late, self._left = [], None
         if applied:
@@ -87,11 +91,17 @@ class Provenance:
         self.kept.clear()
 
     def detach(self) -> None:
-        """Takes the hook off."""
+        """Takes every hook off."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        self._look_no_longer()
         self.kept.clear()
+
+    def _look_no_longer(self) -> None:
+        if self._left is not None:
+            self._left.remove()
+            self._left = None
 
     def seek(
         self, engine: Engine, result: Result, rows: BlockRows | None, device: torch.device, spared: str = ""

@@ -91,7 +91,7 @@ def test_a_parameter_that_is_replaced_within_an_optimizer_is_checked(tmp_path: P
     monitor.close()
 
 
-@pytest.mark.parametrize("zeroed", ["after", "within", "never"])
+@pytest.mark.parametrize("zeroed", ["after", "within", "in place", "never"])
 def test_gradients_that_were_not_zeroed_are_told_of(
     zeroed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,9 +101,9 @@ def test_gradients_that_were_not_zeroed_are_told_of(
     reports = []
     for step, batch in enumerate(batches(4), start=1):
         with monitor.micro_batch(batch):
-            if zeroed == "within":
-                optimizer.zero_grad()
             loss = loss_fn(model, batch)
+            if zeroed in ("within", "in place"):
+                optimizer.zero_grad(set_to_none=zeroed == "within")
             loss.backward()
         if step in (2, 3):
             assert model.head.weight.grad is not None
@@ -111,6 +111,7 @@ def test_gradients_that_were_not_zeroed_are_told_of(
         reports.append(monitor.step(optimizer, loss))
         if zeroed == "after":
             optimizer.zero_grad()
+    assert not any(p._backward_hooks for p in model.parameters())
     culprits = [report.culprit for report in reports]
     assert culprits[1] is not None
     assert culprits[1].phase == "backward"  # one rank, one micro-batch: there was no sum
