@@ -363,8 +363,8 @@ class Monitor:
         return self._scheduled.since(scheduler_steps(scheduler, engine.world), applied, self._measured)
 
     def _live(self, probe: _P | None) -> _P | None:
-        """Returns the probe if this step is measured and it is not switched off."""
-        return probe if probe is not None and self._measured and probe in self.guard.active else None
+        """Returns the probe if this step is measured and it works on this rank."""
+        return probe if probe is not None and self._measured and self.guard.works(probe) else None
 
     def _stops(self, result: Result) -> bool:
         """Returns whether a bad step ends the run."""

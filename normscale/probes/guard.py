@@ -59,6 +59,10 @@ class Guard:
         """The probes that are not switched off."""
         return [probe for probe in self.probes if probe.name not in self.off]
 
+    def works(self, probe: Probe) -> bool:
+        """Tells whether a probe has not failed on this rank, of which the others may not know yet."""
+        return probe.name not in self.off and not self._fails(probe)
+
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of every probe."""
         for probe in self.active:
@@ -133,7 +137,7 @@ class Guard:
 
     def _try(self, probe: Probe, method: str, *arguments: Any) -> Any:
         """Returns what a method of a probe gives; None where it fails or has failed before."""
-        if self._fails(probe) or probe.name in self.off:
+        if not self.works(probe):
             return None
         try:
             return getattr(probe, method)(*arguments)

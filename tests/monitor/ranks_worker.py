@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import normscale
 from normscale.errors import NonFiniteStop
+from normscale.monitor import rows
 from normscale.monitor.drift import Drift
 from tests.monitor.made import Net, Poison, batches, loss_fn, marked, net
 
@@ -60,6 +61,22 @@ def failing_at(step: int) -> Iterator[None]:
         yield
     finally:
         Drift.after_step = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def failing_rows(fails: bool) -> Iterator[list[int]]:
+    """Lets the rows of blocks fail whenever they look at one; gives how often they have."""
+    original, looked = rows.block_statistics, list[int]()
+
+    def block_statistics(x: Tensor) -> Tensor:
+        looked.append(1)
+        raise RuntimeError("on purpose")
+
+    rows.block_statistics = block_statistics if fails else original
+    try:
+        yield looked
+    finally:
+        rows.block_statistics = original
 
 
 def wrapped(kind: str, inner: Net) -> nn.Module:
@@ -162,8 +179,11 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     said = {}
     for kind in KINDS:
-        with failing_at(6 if kind.startswith("fsdp2") and RANK == 1 else 0):
-            said[kind] = trained(kind)
+        with (
+            failing_at(6 if kind.startswith("fsdp2") and RANK == 1 else 0),
+            failing_rows(kind == "warm-up" and RANK == 1) as looked,
+        ):
+            said[kind] = trained(kind) | {"looked": len(looked)}
     torch.save(said, OUT / f"rank{RANK}.pt")
     dist.destroy_process_group()
 

@@ -95,6 +95,17 @@ def test_a_rate_that_warms_up_follows_the_steps_that_were_applied(trained: Any) 
     assert events(found, "ledger") == []
 
 
+def test_a_hook_that_fails_on_one_rank_looks_once_and_ends_nothing(trained: Any) -> None:
+    """In the first of four micro-batches, long before the other rank hears of it."""
+    one, two, found = trained("warm-up")
+    assert (one["looked"], two["looked"]) == (0, 1)
+    (off,) = events(found, "probe_off")
+    assert (off["step"], off["probe"]) == (1, "rows")
+    assert off["reason"] == "rank 1: after_micro_batch: RuntimeError: on purpose"
+    assert "stream_rms" not in found.profiles
+    assert (found.profiles["grad_norm"].data[:2] > 0).all()
+
+
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-late"])
 def test_a_pass_that_one_rank_cannot_make_holds_up_no_other(kind: str, trained: Any) -> None:
     """Under FSDP2 ranks gather weights in it; training goes on, as the other tests of this kind say."""
