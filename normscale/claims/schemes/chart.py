@@ -18,11 +18,16 @@ STYLE = """
 .chart td,.chart th{text-align:center;white-space:nowrap} .chart td:first-child,.chart th:first-child{text-align:left}
 .square{display:block;border-radius:4px;padding:.1rem .3rem;min-width:3.6rem}
 .trains{background:var(--good-soft)} .mixed{background:var(--open-soft)} .fails{background:var(--bad-soft)}
+.square.undecided{background:var(--soft);color:inherit}
 .square small{display:block;color:var(--quiet)} .best{outline:2px solid var(--good)}
 @media (max-width:600px){.chart table{font-size:.66rem} .chart td,.chart th{padding:.15rem 1px}
 .chart .square{min-width:0;padding:.1rem 0} .chart .sign{display:block}}
 """
-SIGNS = {"trains": "\u2713", "mixed": "~", "fails": "\u2717"}
+SIGNS = {"trains": "\u2713", "mixed": "~", "undecided": "?", "fails": "\u2717"}
+LEGEND = (
+    "\u2713 trains in every seed, ~ in some, \u2717 in none, where what does not is stuck or has diverged; ? where a "
+    "seed has neither trained nor come to rest within its steps"
+)
 
 
 def chart_of(surveyed: Sequence["Reported"], reported: Sequence["Reported"]) -> list[str]:
@@ -77,7 +82,7 @@ def _survey_reading(surveyed: Sequence["Reported"]) -> str:
         f"<p>Every scheme under one protocol, which is none of theirs, with {seeds} seed{'s' * (seeds != 1)}. "
         f"{escape(how)} Columns are precision and number of blocks. The margin is how far, in nats, the worst seed "
         f"ends beyond having trained ({TRAINED_NATS:g} nats below the unigram entropy); below it stands how many seeds "
-        "trained. \u2713 trains in every seed, ~ in some, \u2717 in none; framed is the largest margin of a column. "
+        f"trained. {LEGEND}; framed is the largest margin of a column. "
         "<em>Step</em>: its time over Pre-Norm's, on machines that did other work besides. <b>An empty cell has no "
         f"record.</b> {_survey_command('What is missing')}</p>"
     )
@@ -150,8 +155,8 @@ def _reading() -> str:
         "<h3>All records, those of claims too</h3>"
         f"<p>The margin is how far, in nats, a run ends beyond having trained ({TRAINED_NATS:g} nats below the unigram "
         "entropy): of the worst seed, under that protocol of a claim or the survey which suits the scheme best. Below "
-        "it stands how many of all its runs trained, whatever the protocol. \u2713 trains in every seed, ~ in some, "
-        "\u2717 in none; framed is the largest margin of a depth where schemes can be compared. Drawn from records "
+        f"it stands how many of all its runs trained, whatever the protocol. {LEGEND}; framed is the largest margin of "
+        "a depth where schemes can be compared. Drawn from records "
         "alone: <b>an empty cell has no record</b>, and says neither that a scheme trains nor that it does not. Runs "
         "of different claims differ in length and rate, so that small differences of the margin mean nothing.</p>"
     )

@@ -27,6 +27,7 @@ OWN_STYLE = """
 """
 STYLE = chart.STYLE + drawing.STYLE + OWN_STYLE
 NOT_MEASURED = "not measured here"
+SAID = {"trains": "trains", "mixed": "trains in some seeds", "undecided": "undecided", "fails": "does not train"}
 
 
 def page(
@@ -153,8 +154,7 @@ def _records(scheme: str, reported: Sequence["Reported"], runs: Sequence[Ran]) -
     items = []
     for (kind, precision), own in chart.squares_of(runs, scheme).items():
         words = {word: [depth for depth, one in own.items() if one.word == word] for word in chart.SIGNS}
-        told_words = {"trains": "trains", "mixed": "trains in some seeds", "fails": "does not train"}
-        said = "; ".join(f"{told_words[word]} at {listed(depths)}" for word, depths in words.items() if depths)
+        said = "; ".join(f"{SAID[word]} at {listed(depths)}" for word, depths in words.items() if depths)
         items.append(f"{kind}, {precision}: {said} blocks")
     for claim, item in slopes_of(reported, scheme):
         items.append(f"{item.label}: {interval(item.value, item.lo, item.hi)} ({claim})")

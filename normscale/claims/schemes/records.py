@@ -70,9 +70,11 @@ class Square:
 
     @property
     def word(self) -> str:
-        """Returns trains (in every seed of the best protocol), mixed or fails."""
-        trained = sum(ran.state == "trained" for ran in self.best)
-        return "trains" if trained == len(self.best) else "mixed" if trained else "fails"
+        """Returns trains (in every seed of the best protocol), undecided (some seed still moves), mixed or fails."""
+        states = {ran.state for ran in self.best}
+        if "undecided" in states:
+            return "undecided"
+        return "fails" if "trained" not in states else "trains" if len(states) == 1 else "mixed"
 
 
 def runs_of(reported: Iterable["Reported"]) -> list[Ran]:

@@ -13,7 +13,7 @@ from normscale.config.schema import RunConfig
 from normscale.errors import ConfigError, RunFailed
 from tests.claims.schemes.test_at_init import here
 from tests.claims.test_report import Tags, store
-from tests.claims.test_verdict import as_expected, depth_claim
+from tests.claims.test_verdict import UNDECIDED, as_expected, but, depth_claim
 
 
 def test_the_page_is_one_file_with_what_is_known_and_says_what_is_not(
@@ -56,6 +56,20 @@ def test_the_page_is_one_file_with_what_is_known_and_says_what_is_not(
     assert "2 blocks" in page.text  # of the curves
     assert "deepnorm" not in page.text  # not asked for, though it has a record
     assert not list((tmp_path / "runs").glob("p*-L*"))  # measurements lie in a folder of their own
+
+
+def test_what_has_not_come_to_rest_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles = {"cpu": Profile({"post": {2: 1, 24: 2}})}
+    claim = depth_claim(control=(), expect=(Trains("post", at=(2, 24)),), profiles=profiles)
+    store(tmp_path / "runs", claim, but(lambda cell: (cell.depth, cell.seed) == (24, 1), UNDECIDED))
+    monkeypatch.setattr(write, "list_claims", lambda: [claim])
+    monkeypatch.setattr(write, "experiments_folder", lambda: tmp_path)
+    page = Tags(write_schemes(tmp_path / "runs", ["post"], tmp_path / "reports", depths=(2,), take=here).read_text())
+    assert "decoder, lm, fp32: trains at 2; undecided at 24 blocks" in page.text
+    assert "? -0.19" in page.text  # of the seed that is stuck; the other has come further
+    assert "does not train" not in page.text
+    assert "\N{BALLOT X} -" not in page.text
+    assert any("undecided" in (attrs.get("class") or "").split() for tag, attrs in page.tags if tag == "span")
 
 
 def test_of_several_streams_the_page_shows_the_first_and_the_others(tmp_path: Path) -> None:

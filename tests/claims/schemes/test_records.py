@@ -13,8 +13,9 @@ from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import SLOPES, by_slope, record
 from tests.claims.test_figures import CLAIMS
 from tests.claims.test_report import store
-from tests.claims.test_verdict import depth_claim
+from tests.claims.test_verdict import STUCK, TRAINED, UNDECIDED, depth_claim
 
+DIVERGED = record(0.3, outcome="nan")
 WHERE = ("decoder, lm", "fp32")
 
 
@@ -61,6 +62,24 @@ def test_seeds_that_differ_are_mixed_and_a_diverged_one_has_no_margin(tmp_path: 
     assert found is not None
     assert (found.word, found.margin, found.trained) == ("mixed", None, 1)
     assert square([]) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "word"),
+    [
+        ([TRAINED, TRAINED], "trains"),
+        ([TRAINED, STUCK], "mixed"),
+        ([STUCK, DIVERGED], "fails"),
+        ([UNDECIDED, UNDECIDED], "undecided"),
+        ([STUCK, UNDECIDED], "undecided"),  # whether it trains in some seeds is open
+        ([TRAINED, UNDECIDED], "undecided"),
+    ],
+)
+def test_a_run_that_still_moves_has_not_failed(made: list[RunRecord], word: str, tmp_path: Path) -> None:
+    claim = claim_of({"pre": {"model.scheme": "pre"}})
+    found = square(runs_of(gathered([(claim, lambda cell: made[cell.seed])], tmp_path)))
+    assert found is not None
+    assert found.word == word
 
 
 def test_an_arm_that_varies_more_than_its_scheme_is_another_thing(tmp_path: Path) -> None:
