@@ -2,14 +2,11 @@
 
 from typing import Annotated, Literal
 
-import torch
 from torch import Tensor
 
 from normscale.config.values import says
-from normscale.norms.norm import AffineNorm, AffineOptions, register, wide
+from normscale.norms.norm import AffineNorm, AffineOptions, divisor, register, wide
 from normscale.ops.norm import layernorm
-
-TINY = torch.finfo(torch.float32).tiny
 
 
 @register("cogview")
@@ -35,5 +32,5 @@ class CogViewNorm(AffineNorm):
     def eager(self, x: Tensor) -> Tensor:
         x_wide, size = wide(x), wide(x.detach().abs())
         largest = size.amax() if self.options.over == "tensor" else size.amax(-1, keepdim=True)
-        relaxed = x_wide / (largest.clamp_min(TINY) / 8)
+        relaxed = x_wide / divisor(largest / 8)
         return layernorm(relaxed, self.gain(), self.bias, self.current_eps()).to(x.dtype)

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from normscale.norms.norm import AffineNorm, GainOptions, register, wide
-
-TINY = torch.finfo(torch.float32).tiny
+from normscale.norms.norm import AffineNorm, GainOptions, divisor, register, wide
 
 
 @register("maxnorm")
@@ -24,7 +22,7 @@ class MaxNorm(AffineNorm):
 
     def eager(self, x: Tensor) -> Tensor:
         x_wide = wide(x)
-        largest = x_wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
+        largest = divisor(x_wide.abs().amax(-1, keepdim=True))
         y = x_wide / largest
         deviation = torch.sqrt(y.var(-1, correction=0, keepdim=True) + self.current_eps())
         return self.affine(y / deviation * largest, x.dtype)

@@ -231,6 +231,17 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def divisor(size: Tensor) -> Tensor:
+    """Returns sizes to divide by: 1 for those of zeros, and of rows too small for a normal number.
+
+    Divided by a tiny number zeros would stay zeros, but their gradient would overflow; and where denormal numbers are
+    flushed (`precision.flush_denormals`) what is not normal is 0, and 0 / 0 is NaN.
+
+    Shape: size any; result the same.
+    """
+    return size.masked_fill(size < torch.finfo(size.dtype).tiny, 1.0)
+
+
 @contextmanager
 def seen_before(model: nn.Module) -> Iterator[None]:
     """Has norms that remember leave their statistics as they are: for a pass that checkpointing runs again."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.norms.made import made
+from tests.norms.made import denormals, made
 
 X = torch.randn(4000, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -27,3 +27,11 @@ def test_its_output_is_as_large_as_its_input() -> None:
 def test_nothing_is_centred_and_zeros_stay_zeros() -> None:
     assert made("maxnorm")(X + 3.0).mean() > 1.0
     assert torch.equal(made("maxnorm")(torch.zeros(2, 8)), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_the_gradient_of_zeros_is_that_of_the_root_of_eps(flush: bool) -> None:
+    x, given = torch.zeros(2, 8, requires_grad=True), torch.full((2, 8), 1e-3)
+    with denormals(flush):
+        made("maxnorm", eps=1e-4)(x).backward(given)
+    torch.testing.assert_close(x.grad, given / 1e-2)

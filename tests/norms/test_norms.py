@@ -11,6 +11,7 @@ from normscale.errors import BackendError, ConfigError
 from normscale.norms import find_norm, norm_names
 from normscale.ops.residual_norm import residual_norm
 from normscale.ops.spec import NormSpec
+from tests.norms.made import denormals
 from tests.norms.made import made as make
 
 NORMS = {
@@ -141,6 +142,18 @@ def test_eps_outside_the_root_is_in_units_of_the_input(name: str) -> None:
     zeros = torch.zeros(1, 8, requires_grad=True)  # of which a root of squares would have no gradient
     make(name, eps=0.5, eps_place="outside")(zeros).sum().backward()
     assert torch.isfinite(zeros.grad).all()
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("name", norm_names())
+def test_zeros_have_finite_values_and_gradients(name: str, flush: bool) -> None:
+    x = torch.zeros(2, 8, requires_grad=True)
+    with denormals(flush):
+        y = make(name)(x)
+        y.backward(torch.randn(2, 8, generator=torch.Generator().manual_seed(0)))
+    assert x.grad is not None
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(x.grad).all()
 
 
 @pytest.mark.parametrize("name", norm_names())
