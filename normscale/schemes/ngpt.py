@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
@@ -24,9 +23,14 @@ UNREAD = {  # settings that would change nothing here, each with the reason
 
 
 def unit(x: Tensor, dim: int = -1) -> Tensor:
-    """Returns `x` with length 1 along `dim`; a vector of zeros stays one. Lengths are taken in fp32 at least."""
+    """Returns `x` with length 1 along `dim`; a vector of zeros stays one. Lengths are taken in fp32 at least.
+
+    Zeros are divided by 1: a least length, as `torch.nn.functional.normalize` has it, would make their gradient huge.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.normalize(wide, dim=dim).to(x.dtype)
+    length = torch.linalg.vector_norm(wide, dim=dim, keepdim=True)
+    y: Tensor = wide / length.masked_fill(length == 0, 1.0)
+    return y.to(x.dtype)
 
 
 class Scale(nn.Module):

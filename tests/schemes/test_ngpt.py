@@ -13,7 +13,7 @@ from normscale.models.builder import build
 from normscale.models.init import weights
 from normscale.models.plan import resolve
 from normscale.schemes import Depth, Role
-from normscale.schemes.ngpt import NGPT
+from normscale.schemes.ngpt import NGPT, unit
 from tests.schemes.written import TOKENS
 from tests.train.test_loop import trainer
 
@@ -148,6 +148,14 @@ def test_steps_keep_lengths_at_1_and_the_learning_rate_cannot_move_them() -> Non
         after = t.engine.inner.blocks[0].sublayers["ffn"].branch.out.weight.detach()
         assert (after - before).abs().max() > 1e-2
         torch.testing.assert_close(after.norm(dim=0), torch.ones(len(after.T)))
+
+
+def test_zeros_stay_zeros_and_their_gradient_is_not_blown_up() -> None:
+    x, given = torch.zeros(2, 4, requires_grad=True), torch.ones(2, 4)
+    y = unit(x)
+    y.backward(given)
+    assert torch.equal(y, torch.zeros(2, 4))
+    torch.testing.assert_close(x.grad, given)
 
 
 @pytest.mark.parametrize("N", [1, 6, 18, 100, 1000])
