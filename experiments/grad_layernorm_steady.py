@@ -1,8 +1,9 @@
 """LayerNorm keeps the size of gradients steady over the layers; without norms those of 32 layers explode within 10.
 
-A practitioner's article says so. Explode is read as tenfold over 10 blocks on the way down, or not finite; steady as
-less than that, over any 10 blocks and from the largest to the smallest block of the model. Post-Norm, Pre-Norm and
-DeepNorm are all "with LayerNorm"; the article's own model is not known.
+A practitioner's article says so. Explode is read as tenfold over 10 blocks on the way down; steady as less than that,
+over any 10 blocks and from the largest to the smallest block of the model. Post-Norm, Pre-Norm and DeepNorm are all
+"with LayerNorm"; the article's own model and its initialisation are not known. Judged is Xavier's, as DeepNet has it
+(arXiv:2203.00555, Figure 2).
 """
 
 from normscale.claims.claim import Claim
@@ -14,7 +15,7 @@ LABELS = {
     "post": "Post-Norm",
     "pre": "Pre-Norm",
     "deepnorm": "DeepNorm",
-    "none": "without norms",
+    "none": "without norms, Xavier",
     "none-small": "without norms, std 0.02",
 }
 ARMS = {
@@ -26,7 +27,8 @@ TENFOLD = 1.0  # decades
 
 CLAIM = Claim(
     id="grad-layernorm-steady",
-    says="LayerNorm keeps the size of gradients steady over the layers; without norms they explode within 10 layers.",
+    says="LayerNorm keeps the size of gradients steady over the layers; without norms, at Xavier's initialisation, "
+    "they explode within 10 layers.",
     source="a practitioner's article on LayerNorm",
     family="signals",
     base={"blocks": BLOCKS},
@@ -48,13 +50,14 @@ CLAIM = Claim(
     core=False,
     figure="values",
     how=(
-        f"A decoder of {BLOCKS} blocks of width 64 is initialised (Xavier), reads 2 sequences of source text and "
-        "sends the gradient of the loss back once. Of each block the norm of its weights' gradient is taken. Without "
-        "norms means x' = x + F(x): every norm is replaced by the identity, the final one too. A gradient that is not "
-        "finite counts as 38 decades, the range of fp32."
+        f"A decoder of {BLOCKS} blocks of width 64 is initialised (Xavier, normal), reads 2 sequences of source text "
+        "and sends the gradient of the loss back once, in fp64: without norms attention's logits outgrow the digits of "
+        "fp32, and its fused backward is not finite. Of each block the norm of its weights' gradient is taken. Without "
+        "norms means x' = x + F(x): every norm is replaced by the identity, the final one too."
     ),
     differs=(
-        "at initialisation; the article does not say when, of what model, or how large the explosion was",
+        "at Xavier's initialisation; the article does not say when, with which initialisation, of what model, or how "
+        "large the explosion was",
         "tenfold over 10 blocks is our reading of exploding within 10 layers",
         "an initialisation with deviation 0.02 is shown beside it and not judged",
     ),

@@ -151,29 +151,35 @@ def test_the_size_of_the_softmaxs_jacobian_is_that_of_autograds(scale: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("scheme", "norms", "plain"),
+    ("scheme", "norms", "blocks", "plain"),
     # Pre-Norm without its norms is x + F(x), which ReZero is where its numbers are 1.
     [
-        ("pre", True, {"model.scheme": "pre"}),
-        ("post", True, {"model.scheme": "post"}),
-        ("pre", False, {"model.scheme": "rezero", "model.scheme_options": {"start": 1.0}}),
+        ("pre", True, 12, {"model.scheme": "pre"}),
+        ("post", True, 12, {"model.scheme": "post"}),
+        ("pre", False, 32, {"model.scheme": "rezero", "model.scheme_options": {"start": 1.0}}),  # not finite in fp32
     ],
 )
-def test_the_profile_of_gradients_is_autograds(scheme: str, norms: bool, plain: dict[str, Any]) -> None:
-    settings = {"model.M": 12, "model.init": "xavier_normal", "model.positions": "learned", "train.batch": 2}
+def test_the_profile_of_gradients_is_autograds(scheme: str, norms: bool, blocks: int, plain: dict[str, Any]) -> None:
+    settings = {"model.M": blocks, "model.init": "xavier_normal", "model.positions": "learned", "train.batch": 2}
     config = revise(RunConfig(), settings | plain)
     task = load_task(config)
-    model, batch = build(config.model, task.vocab, 0), Batches(task.train, batch=2, seed=0).window(0)[0]
+    model, batch = build(config.model, task.vocab, 0).double(), Batches(task.train, batch=2, seed=0).window(0)[0]
     loss = -model(batch.tokens_BT).log_softmax(-1).gather(-1, batch.targets_BT.unsqueeze(-1)).mean()
     weights = {name: p for name, p in model.named_parameters() if ".branch." in name}
     gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
     logs = [
         math.log10(sum(float(g.square().sum()) for name, g in gradients.items() if f"blocks.{i}." in name) ** 0.5)
-        for i in range(12)
+        for i in range(blocks)
     ]
-    found = gradient_profile.measure(0, scheme, norms, 12)
-    assert found["range"] == pytest.approx(max(logs) - min(logs), abs=1e-4)
-    assert found["growth"] == pytest.approx(max(logs[0] - logs[10], logs[1] - logs[11]), abs=1e-4)
+    found = gradient_profile.measure(0, scheme, norms, blocks)
+    assert found["range"] == pytest.approx(max(logs) - min(logs), abs=1e-6)
+    assert found["growth"] == pytest.approx(max(logs[i] - logs[i + 10] for i in range(blocks - 10)), abs=1e-6)
+
+
+@pytest.mark.parametrize("odd", [0.0, math.inf, math.nan])
+def test_a_gradient_without_a_size_has_no_growth(odd: float) -> None:
+    assert gradient_profile.profile([1e-3] + 10 * [1.0]) == {"range": 3.0, "growth": -3.0}
+    assert all(map(math.isnan, gradient_profile.profile([odd] + 10 * [1.0]).values()))
 
 
 def test_gradients_of_a_residual_net_without_norms_grow_on_the_way_down() -> None:
