@@ -45,7 +45,9 @@ CLAIM = Claim(
     how=(
         "Normal rows of 1024 numbers, of sizes from 2^-8 up to the largest that fp16 holds, go through each form "
         "with every result of an operation rounded to fp16. The largest size is the last one at which all is finite "
-        "and within 5 % of the same form in fp64. Whether the output minds the scale is seen in fp64."
+        "and within 5 % of the same form in fp64. Whether the output minds the scale is seen in fp64. The article's "
+        "form is that of its code: the row over its maximum, over the deviation of that, times the maximum; nothing "
+        "is centred."
     ),
     differs=(
         "the article shows the layer as code, without a measurement",

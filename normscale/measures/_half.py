@@ -12,13 +12,16 @@ def rounded(norm: NormName, x: Tensor, eps: float) -> Tensor:
     Shape: x [rows, width]; result the same.
     """
     if norm == "layernorm":
-        x = x - _mean(x)
+        x = x - mean(x)
     # A tensor in `dtype`: epsilon itself is rounded to it.
-    return x * torch.rsqrt(_mean(x * x) + torch.tensor(eps, dtype=x.dtype))
+    return x * torch.rsqrt(mean(x * x) + torch.tensor(eps, dtype=x.dtype))
 
 
-def _mean(x: Tensor) -> Tensor:
-    """Returns the mean of each row by halving it again and again; each sum is rounded to the dtype of `x`."""
+def mean(x: Tensor) -> Tensor:
+    """Returns the mean of each row by halving it again and again; each sum is rounded to the dtype of `x`.
+
+    Shape: x [rows, width]; result [rows, 1].
+    """
     width = x.shape[-1]
     while x.shape[-1] > 1:
         x = x[..., ::2] + x[..., 1::2]

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from normscale.measures._half import rounded
+from normscale.measures._half import mean, rounded
 from normscale.measures._rows import relative_error, rows
 
 ROWS, WIDTH = 64, 1024
@@ -21,8 +21,9 @@ def measure(seed: int, form: Form, eps: float = 1e-5) -> dict[str, float]:
     - `largest`: log2 of the largest tried size of normal rows whose norm is finite throughout and within 5 %;
     - `scale_error`: |Norm(4 x) - Norm(x)| / |Norm(x)| in fp64, 0 for a norm that does not mind the scale.
 
-    Forms: the two norms as they are; `article`: LayerNorm of the row over its largest absolute value, multiplied by it
-    again; `scaled`: the same without multiplying back. Both divide before the statistics.
+    Forms: the two norms as they are; `article`: the row over its largest absolute value, over the deviation of that
+    (nothing is centred, see `normscale.norms.maxnorm`), multiplied by the value again; `scaled`: LayerNorm of the row
+    over its largest absolute value. Both divide before the statistics.
     """
     x = rows(seed, ROWS, WIDTH)
     largest = -8.0
@@ -44,5 +45,9 @@ def _of(form: Form, x: Tensor, eps: float) -> Tensor:
     if form == "layernorm" or form == "rmsnorm":
         return rounded(form, x, eps)
     top = x.abs().amax(-1, keepdim=True)
-    y = rounded("layernorm", x / top, eps)
-    return y * top if form == "article" else y
+    y = x / top
+    if form == "scaled":
+        return rounded("layernorm", y, eps)
+    centred = y - mean(y)
+    deviation = torch.sqrt(mean(centred * centred) + torch.tensor(eps, dtype=x.dtype))
+    return y / deviation * top

@@ -31,6 +31,7 @@ from normscale.measures import (
 )
 from normscale.measures._half import rounded
 from normscale.models.builder import build
+from normscale.norms import find_norm
 from normscale.ops.norm import layernorm, rmsnorm
 
 
@@ -105,6 +106,12 @@ def test_dividing_first_stands_any_size_and_multiplying_back_minds_the_scale() -
     assert plain["scale_error"] < 1e-4
     assert article["scale_error"] == pytest.approx(3, rel=0.01)  # four times as large, less one
     assert overflow.measure(0, "scaled")["scale_error"] < 1e-4
+
+
+def test_the_articles_form_is_the_norm_of_that_article() -> None:
+    x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1.0  # it centres nothing
+    norm = find_norm("maxnorm")(64, 1e-5, find_norm("maxnorm").Options(gain=False))
+    torch.testing.assert_close(overflow._of("article", x, 1e-5), norm(x))
 
 
 def test_three_bits_are_coarser_than_seven() -> None:
