@@ -71,6 +71,23 @@ def test_a_reader_finds_names_reasons_and_only_numbers_that_exist(claim: Claim) 
 
 
 @every_claim
+def test_a_published_record_judges_what_the_claim_says_now(claim: Claim) -> None:
+    record = ROOT / "experiments" / "results" / f"{claim.id}.json"
+    if not record.exists():
+        pytest.skip("no record is published")
+    told = json.loads(record.read_text())
+    now = claim.at(told["profile"])
+    assert (told["says"], told["source"]) == (claim.says, claim.source)
+    for key, expected in (("parts", now.expect), ("control", now.control)):
+        assert sorted(part["expect"] for part in told[key]) == sorted(describe(now, each) for each in expected)
+
+
+def test_streams_of_layernorm_scaling_may_grow_up_to_the_papers_bound() -> None:
+    own = [e for e in CLAIMS["growth-families"].expect if isinstance(e, Value) and e.arm == "lns" and e.than is None]
+    assert {e.below for e in own} == {(2 - 0.5) / 2}  # of the RMS; the variance is at most L^(2 - e), 1/2 <= e < 1
+
+
+@every_claim
 def test_every_cell_of_the_gpu_profile_has_three_seeds_and_more(claim: Claim) -> None:
     scale = claim.profiles["gpu"]
     grids = (scale.main, scale.sweep, scale.low_lr, scale.long, scale.floor or {})
