@@ -11,7 +11,7 @@ from normscale.probes.lengths import lengths
 from normscale.probes.probe import Parameters
 
 LINE = 16  # entries that are taken together where not all are: a cache line of fp32 numbers
-LEAST = 1024  # entries of a stretch that are taken at least, or all it has
+LEAST = 896  # entries of a stretch that are taken at least, or all it has
 
 
 class Run(NamedTuple):
@@ -37,8 +37,8 @@ class SiteSquares:
     between them; blocks of one structure follow one another at one distance. Sublayers are then the rows of a few
     strided matrices, where a norm over each parameter would be 16 000 small operations at 1000 blocks.
 
-    With `most` at most about so many entries are looked at in all, the same number of each site's matrices, evenly
-    spread over them: the sums are then estimates.
+    With `most` about so many entries are looked at in all, the same number of each site's matrices, evenly spread over
+    them: the sums are then estimates. Of a deep model it is more, as no stretch has fewer than `LEAST`.
     """
 
     def __init__(self, parameters: Parameters, most: int | None = None) -> None:
