@@ -171,6 +171,16 @@ def test_a_figure_of_more_numbers_than_it_has_panels_names_the_others(tmp_path: 
     assert drawn[0].get_supxlabel().endswith("In the table alone: number 6; number 7.")
 
 
+def test_a_figure_of_rates_says_how_their_mean_is_made_and_what_0_is(tmp_path: Path, drawn: list[Figure]) -> None:
+    claim = CLAIMS["depth-max-lr"]
+    for least in (0.0, 1e-2):
+        rate = lambda cell, least=least: record(numbers={"rate_tolerated": 3e-2 if cell.arm == "pre" else least})
+        assert drawing.draw(claim, results(claim, "cpu", rate), tmp_path / "rates.png")
+    first, second = (" ".join(figure.get_supxlabel().splitlines()) for figure in drawn)
+    assert second == "Circles: one seed each. Bar: geometric mean and 95 % interval."
+    assert first == f"{second} 0: nothing was learnt while the rate rose."
+
+
 def test_an_axis_of_numbers_has_its_zeros_and_ticks_that_can_be_read(tmp_path: Path, drawn: list[Figure]) -> None:
     claim = CLAIMS["ln-lossy"]
     made = {"ln": 0.0, "rms": 0.8, "none": 0.9}

@@ -53,6 +53,8 @@ def draw(claim: Claim, results: Sequence[Result]) -> "Figure | None":
     means = {"geometric mean" if number in RATES else "mean" for number, _, _ in panels}
     said = f"Circles: one seed each. Bar: {' or '.join(sorted(means))} and 95 % interval."
     said += " Green: where it was expected." if expected else ""
+    none = any(number in RATES and 0.0 in values for number, _, rows in panels for *_, values in rows)
+    said += " 0: nothing was learnt while the rate rose." if none else ""
     if further:
         names = [claim.numbers.get(number, number) + WHEN[when] for number, when, _ in further]
         said += f" In the table alone: {'; '.join(names)}."
