@@ -174,8 +174,10 @@ def test_a_figure_of_more_numbers_than_it_has_panels_names_the_others(tmp_path: 
 def test_a_figure_of_rates_says_how_their_mean_is_made_and_what_0_is(tmp_path: Path, drawn: list[Figure]) -> None:
     claim = CLAIMS["depth-max-lr"]
     for least in (0.0, 1e-2):
-        rate = lambda cell, least=least: record(numbers={"rate_tolerated": 3e-2 if cell.arm == "pre" else least})
-        assert drawing.draw(claim, results(claim, "cpu", rate), tmp_path / "rates.png")
+        made = {"pre": record(numbers={"rate_tolerated": 3e-2}), "post": record(numbers={"rate_tolerated": least})}
+        assert drawing.draw(
+            claim, results(claim, "cpu", lambda cell, made=made: made.get(cell.arm)), tmp_path / "r.png"
+        )
     first, second = (" ".join(figure.get_supxlabel().splitlines()) for figure in drawn)
     assert second == "Circles: one seed each. Bar: geometric mean and 95 % interval."
     assert first == f"{second} 0: nothing was learnt while the rate rose."

@@ -250,7 +250,8 @@ def test_synchronised_statistics_make_two_ranks_one() -> None:
 def test_the_range_of_gradients_is_told_in_decades() -> None:
     assert vit_gradients.decades([0.1, 10.0, 1.0]) == pytest.approx(2)
     assert vit_gradients.decades([1.0, 1.0]) == 0
-    assert math.isnan(vit_gradients.decades([0.0, 1.0])) and math.isnan(vit_gradients.decades([math.nan, 1.0]))
+    assert math.isnan(vit_gradients.decades([0.0, 1.0]))
+    assert math.isnan(vit_gradients.decades([math.nan, 1.0]))
 
 
 @pytest.mark.slow
