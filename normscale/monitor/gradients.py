@@ -106,7 +106,9 @@ class Gradients:
         if self._one_kind and grads[0].dtype is torch.float32:
             total: Tensor = torch.linalg.vector_norm(self.norms(), 2)
         else:
-            total = torch.nn.utils.get_total_norm(grads)
+            # Torch has no norm of a sparse one.
+            dense = [local(grad) if grad.layout is torch.sparse_coo else grad for grad in grads]
+            total = torch.nn.utils.get_total_norm(dense)
         return total
 
     @torch.no_grad()

@@ -29,6 +29,39 @@ def test_sparse_gradients_are_clipped(tmp_path: Path) -> None:
     monitor.close()
 
 
+def test_sparse_gradients_are_clipped_after_one_was_bad_too(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    monitor = normscale.Monitor(model, runs=tmp_path, clip=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reports = []
+    for step in (1, 2, 3):
+        with monitor.micro_batch():
+            loss = 100 * model(torch.tensor([1, 1, 3])).sum()
+            loss.backward()
+        if step == 2:
+            model[0].weight.grad._values()[0] = math.nan
+        before = [p.detach().clone() for p in model.parameters()]
+        reports.append(monitor.step(optimizer, loss))
+        optimizer.zero_grad()
+    assert [report.applied for report in reports] == [True, False, True]
+    moved = torch.cat([(p.detach() - old).flatten() for p, old in zip(model.parameters(), before, strict=True)])
+    assert float(moved.norm()) == pytest.approx(0.1 * 0.5, rel=1e-4)
+    monitor.close()
+
+
+def test_a_sparse_table_of_another_dtype_is_clipped(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(4, 3, sparse=True), "head": nn.Linear(3, 1, dtype=torch.float64)})
+    monitor = normscale.Monitor(model, runs=tmp_path, blocks=(), clip=0.5)
+    with monitor.micro_batch():
+        loss = 100 * model["head"](model["table"](torch.tensor([1, 1, 3])).double()).sum()
+        loss.backward()
+    norm = torch.stack([p.grad.to_dense().double().norm() for p in model.parameters() if p.grad is not None]).norm()
+    report = monitor.step(torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    assert report.applied
+    assert report.grad_norm == pytest.approx(float(norm), rel=1e-6)
+    monitor.close()
+
+
 @pytest.mark.parametrize("norm", [-1.0, torch.tensor(-1.0)])
 def test_a_norm_below_zero_says_nothing_so_that_gradients_are_looked_at(norm: Any, tmp_path: Path) -> None:
     model = net(2)
