@@ -165,8 +165,9 @@ def check_hooks(rows: BlockRows, blocks: Sequence[str], first: bool) -> None:
         named = ", ".join(repr(name) for name in blocks[:3])
         if rows.odd:
             raise BadInput(
-                f"Monitor: the {len(blocks)} blocks ({named}, ...) return a {rows.odd}, in which no tensor is found; "
-                "name modules that return one, or tensors in a tuple, mapping or dataclass, with Monitor(blocks=...)"
+                f"Monitor: the {len(blocks)} blocks ({named}, ...) return a {rows.odd}, in which no tensor of real "
+                "numbers is found; name modules that return one, or tensors in a tuple, mapping or dataclass, with "
+                "Monitor(blocks=...)"
             )
         raise BadInput(
             f"Monitor: none of the {len(blocks)} blocks ({named}, ...) has reported a forward pass; call the "

@@ -35,7 +35,7 @@ class Gradients:
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         # Of one device and dtype, and whole, as their gradients are then: no need to sort 16 000 of them each step.
         kinds = {(p.device, p.dtype, p.numel() > 0) for p in self.parameters}
-        self._one_kind = len(kinds) == 1 and not self.sharded
+        self._one_kind = len(kinds) == 1 and not self.sharded and self.parameters[0].is_floating_point()
         self._scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._norms: Tensor | None = None
         self._squares: Tensor | None = None
@@ -115,8 +115,11 @@ class Gradients:
     def scale_(self, factor: Tensor) -> None:
         """Multiplies the gradients by a 0-d tensor, in place."""
         grads = [grad for p in self.parameters if (grad := p.grad) is not None]
-        # The values of a sparse one as they stand: those of a coalesced copy would leave the gradient as it is.
+        # The values of a sparse one as they stand, and of one that is conjugated only in name those that are stored:
+        # a copy that is coalesced, or conjugated indeed, would leave the gradient as it is.
         held = [grad._values() if grad.layout is torch.sparse_coo else grad for grad in grads]
+        if not self._one_kind:  # which is real
+            held = [grad.conj() if grad.is_conj() else grad for grad in held]
         for device, pieces in grouped(held):
             torch._foreach_mul_(pieces, factor.to(device))
 

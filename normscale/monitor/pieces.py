@@ -18,11 +18,15 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns the piece of a tensor that this rank holds, of a sparse one its values."""
+    """Returns the piece of a tensor that this rank holds: of a sparse one its values, of a complex one its parts.
+
+    Shape: result that of the piece; of a complex one [..., 2].
+    """
     if is_dtensor(tensor):
-        piece: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-        return piece
-    return tensor.coalesce()._values() if tensor.layout is torch.sparse_coo else tensor
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    elif tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()._values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def share_of(tensor: Tensor) -> float:

@@ -62,6 +62,62 @@ def test_a_sparse_table_of_another_dtype_is_clipped(tmp_path: Path) -> None:
     monitor.close()
 
 
+class Spectral(nn.Module):
+    """A filter with complex weights; of one that conjugates them autograd's gradients are conjugated only in name."""
+
+    def __init__(self, conjugates: bool) -> None:
+        super().__init__()
+        self.weight, self.conjugates = nn.Parameter(torch.randn(5, dtype=torch.cfloat)), conjugates
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.conj() if self.conjugates else self.weight
+        return x + torch.fft.irfft(torch.fft.rfft(x) * weight, n=8)
+
+
+@pytest.mark.parametrize(("mixed", "conjugates"), [(True, False), (False, False), (False, True)])
+def test_complex_parameters_are_checked_clipped_and_recorded(mixed: bool, conjugates: bool, tmp_path: Path) -> None:
+    """Alone, and beside real ones. Adam takes no gradient that is conjugated in name, nor does torch's clipping."""
+    weights, first = [], []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Spectral(conjugates) for _ in range(3)], *([nn.Linear(8, 2)] if mixed else []))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1) if conjugates else adamw(model)
+        blocks = [str(i) for i in range(3)]
+        monitor = normscale.Monitor(model, runs=tmp_path, every=1, clip=0.05, blocks=blocks) if monitored else None
+        for _ in range(3):
+            batch = torch.randn(4, 8)
+            if monitor is not None:
+                monitor.micro_batch()
+            loss = model(batch).square().mean()
+            loss.backward()
+            if monitor is None:
+                first = first or [float(model[i].weight.grad.norm()) for i in range(3)]
+                for p in model.parameters():
+                    p.grad = p.grad.resolve_conj()
+                assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)) > 0.05
+                optimizer.step()
+            else:
+                assert monitor.step(optimizer, loss).applied
+            optimizer.zero_grad()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for own, theirs in zip(*weights, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
+    assert monitor is not None
+    with monitor.micro_batch():
+        loss = model(batch).square().mean()
+        loss.backward()
+    assert model[1].weight.grad.is_conj() == conjugates
+    model[1].weight.grad[2] = complex(0.0, -math.inf)
+    assert monitor.step(optimizer, loss).reason == "non-finite gradient"
+    found = record(monitor)
+    assert events(found, "probe_off") == []
+    np.testing.assert_allclose(found.profiles["grad_norm"].data[0], first, rtol=1e-5)
+    assert "update_rel" in found.profiles
+    assert ("adam_eps_share" in found.profiles) != conjugates
+    (bad,) = events(found, "nonfinite")[0]["parameters"]
+    assert (bad["name"], bad["kind"], bad["neg_inf"], bad["nan"], bad["pos_inf"]) == ("1.weight", "-Inf", 1, 0, 0)
+
+
 @pytest.mark.parametrize("norm", [-1.0, torch.tensor(-1.0)])
 def test_a_norm_below_zero_says_nothing_so_that_gradients_are_looked_at(norm: Any, tmp_path: Path) -> None:
     model = net(2)

@@ -255,7 +255,9 @@ def test_blocks_that_return_a_class_of_their_own_are_told_of_by_its_name(tmp_pat
 
     model = Model()
     monitor = normscale.Monitor(model, runs=tmp_path)
-    with pytest.raises(BadInput, match=r"2 blocks .* return a Custom, in which no tensor is found.*Monitor\(blocks="):
+    with pytest.raises(
+        BadInput, match=r"2 blocks .* return a Custom, in which no tensor of real numbers is found.*Monitor\(blocks="
+    ):
         train(model, monitor, batches(1))
     monitor.close()
 
