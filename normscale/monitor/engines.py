@@ -59,8 +59,8 @@ class Result:
         reason: why it was applied or not.
         loss: on this rank.
         norm: before clipping; None where it was not measured or cannot be had.
-        clipped: after clipping, likewise.
-        gradients: the gradients, where they can be looked at and nobody has clipped them.
+        clipped: after clipping, likewise; None where the loop has measured the norm, and may have clipped by it.
+        gradients: the gradients, where they can be looked at, and nobody has clipped them or all are finite.
         scale: the loss scale of the step and the one after it.
         intact: whether the parameters are those before the step, so that it can be replayed.
         final: why the engine itself ends the run here, if it does.
@@ -180,7 +180,7 @@ class Engine:
         found = None if scaler is None else _unscaled(scaler, optimizer)
         asked.after_backward(gradients)
         reason, loss, norm, total, looked = self._judge(asked, gradients, found)
-        clipped = norm
+        clipped = norm if looked else None
         if reason == "applied":
             if total is not None and asked.clip is not None and norm is not None:
                 gradients.scale_(torch.clamp(asked.clip / (total + 1e-6), max=1.0))  # as torch's clip_grad_norm_ does
@@ -198,7 +198,8 @@ class Engine:
         scales = None if before is None else _both(before, _scale_of(scaler, gradients.device))
         if scales is not None and reason not in ("applied", "non-finite loss") and self._lowered(scales, gradients):
             reason = "loss scale overflow"
-        return Result(reason, loss, norm, clipped, gradients if looked else None, scales)
+        shown = looked or reason == "norm overflow"
+        return Result(reason, loss, norm, clipped, gradients if shown else None, scales)
 
     def _lowered(self, scales: tuple[float, float], gradients: Gradients) -> bool:
         """Returns whether a bad step can be put down to the loss scale, which has fallen for it, on some rank.
@@ -253,6 +254,11 @@ class Engine:
         value, length, any_bad, bad_losses, unmeasured, _ = numbers.tolist()
         if unmeasured:
             return self._judge(replace(asked, grad_norm=None, norm_wanted=True), gradients, found)
+        if asked.grad_norm is not None and asked.clip is not None:
+            raise BadInput(
+                f"monitor.step: grad_norm= with Monitor(clip={asked.clip}): either the loop measures and clips, or the "
+                "monitor does; leave one of them out"
+            )
         if alike and self.world > 1:
             # A loss that is not finite on one rank, while all gradients are, does no harm there: it is only counted.
             bad_losses = float(self.sum(numbers[3:4])) if any_bad else 0.0
@@ -260,8 +266,7 @@ class Engine:
         if bad_losses:
             reason = "non-finite loss"
         elif any_bad:
-            looked = asked.grad_norm is None and norm is not None
-            entries = not looked or float(gradients.nonfinite() if alike else self.sum(gradients.nonfinite())) > 0
+            entries = norm is None or float(gradients.nonfinite() if alike else self.sum(gradients.nonfinite())) > 0
             reason = "non-finite gradient" if entries else "norm overflow"
         total = total if asked.clip is not None else None
         return Verdict(reason, value, None if norm is None else length, total, asked.grad_norm is None)

@@ -149,13 +149,15 @@ class Journal:
             "spike": self.spikes.score,
             "spike_grad": self.grad_spikes.score if self.grad_spikes.count else None,
             "grad_norm": result.norm,
-            "grad_norm_clipped": result.clipped if result.applied else None,
+            "grad_norm_clipped": result.clipped,
             "lr": lr,
             "loss_scale": result.scale[0] if result.scale else None,
             "applied": float(applied),
         }
         for reading in readings:
             values |= reading.scalars
+        if not result.applied:
+            values["grad_norm_clipped"] = None
         known = {name: value for name, value in values.items() if value is not None}
         if overflow:  # what the scale has spoilt says nothing of the model
             known = {name: value for name, value in known.items() if math.isfinite(value)}

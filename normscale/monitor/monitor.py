@@ -232,8 +232,8 @@ class Monitor:
         Args:
             optimizer: The optimizer, or DeepSpeed's engine.
             loss: Of the window, as it should be recorded; a tensor of one number, or a number.
-            grad_norm: The L2 norm of the optimizer's gradients before clipping, where the loop has measured it; they
-                are then not looked at. Below 0 it is as if left out.
+            grad_norm: The L2 norm of the optimizer's gradients before clipping, where the loop has measured it, and
+                clips by it; while it is finite they are not looked at. Below 0 it is as if left out.
             scaler: The loop's GradScaler, whose `step` and `update` are called in its place.
             scheduler: The learning-rate scheduler that the loop steps after each applied step. It is not stepped here;
                 recorded steps compare its count with the steps that were applied, and a difference is an event.

@@ -30,7 +30,8 @@ class BlockParameters(StepProbe):
     of which a copy is kept for the time of the step. Where an engine shows no gradients, as DeepSpeed's behind
     Accelerate, there is no such profile, rather than one of zeros. A block that was taken out of the model has NaN.
 
-    A loop that has measured the norm may have clipped by it: then norms are scaled to what they were.
+    A loop that has measured the norm may have clipped by it: then norms are scaled to what they were, and the norm of
+    all gradients is recorded as it is, which is after clipping.
     """
 
     name = "parameters"
@@ -118,6 +119,8 @@ class BlockParameters(StepProbe):
             if np.isfinite(ratio).any():
                 ends = {"update_rel_p50": np.nanmedian(ratio), "update_rel_max": np.nanmax(ratio)}
                 reading.scalars |= {name: float(value) for name, value in ends.items()}
+        if 0 < given < math.inf and math.isfinite(present) and not self.unlike:
+            reading.scalars["grad_norm_clipped"] = float(np.sqrt(present))
         return reading
 
     def trained(self) -> list[list[Tensor]]:

@@ -157,6 +157,7 @@ def test_gradients_by_block_are_those_before_the_loop_clipped(order: float, ther
         np.testing.assert_allclose(seen, whole, rtol=1e-4)
     else:
         assert "grad_norm" not in profiles[1].profiles
+        assert "grad_norm_clipped" not in profiles[1].series
         assert "not theirs before clipping" in events(profiles[1], "unavailable")[0]["says"]
 
 

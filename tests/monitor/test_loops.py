@@ -112,7 +112,68 @@ def test_a_norm_that_the_loop_has_measured_is_taken(tmp_path: Path) -> None:
     assert not reports[1].applied
     assert reports[1].culprit is not None
     assert reports[1].culprit.module == "blocks.1.proj"
-    assert events(record(monitor), "nonfinite")[0]["parameters"] == []  # clipped by then: they would tell wrong
+    with monitor.micro_batch(batch := batches(1)[0]):
+        loss_fn(model, batch).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert monitor.step(optimizer, float("nan"), grad_norm=norm).reason == "non-finite loss"
+    found = record(monitor)
+    assert events(found, "nonfinite")[0]["parameters"] == []  # clipped by then: they would tell wrong
+    assert found.series["grad_norm_clipped"].steps == [1]
+    assert found.series["grad_norm_clipped"].values[0] == pytest.approx(0.01, rel=1e-3)
+    assert "norm_clipped" not in found.ledger[0]
+
+
+def test_a_norm_that_the_loop_has_measured_is_not_the_one_after_it_clipped(tmp_path: Path) -> None:
+    model = net(2)
+    monitor = normscale.Monitor(model, runs=tmp_path, blocks=())  # whose gradients nobody looks at
+    with monitor.micro_batch():
+        loss = loss_fn(model, batches(1)[0])
+        loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    monitor.step(adamw(model), loss, grad_norm=norm)
+    found = record(monitor)
+    assert found.series["grad_norm"].values == [pytest.approx(float(norm))]
+    assert "grad_norm_clipped" not in found.series
+    assert "norm_clipped" not in found.ledger[0]
+
+
+@pytest.mark.parametrize("norm", [2.0, torch.tensor(2.0)])
+def test_who_clips_is_the_loop_or_the_monitor(norm: Any, tmp_path: Path) -> None:
+    model = net(2)
+    optimizer = adamw(model)
+    monitor = normscale.Monitor(model, runs=tmp_path, clip=0.01)
+    with monitor.micro_batch():
+        loss = loss_fn(model, batches(1)[0])
+        loss.backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(BadInput, match=r"grad_norm= with Monitor\(clip=0.01\).*leave one of them out"):
+        monitor.step(optimizer, loss, grad_norm=norm)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert monitor.step(optimizer, loss, grad_norm=-norm).applied  # which says nothing
+    assert record(monitor).series["grad_norm_clipped"].values[0] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(("bad", "reason"), [(False, "norm overflow"), (True, "non-finite gradient")])
+def test_a_norm_of_the_loop_that_overflows_is_told_from_a_bad_gradient(bad: bool, reason: str, tmp_path: Path) -> None:
+    """Clipping by it has made zeros of entries that were finite, and NaN of one that was not."""
+    model = nn.Linear(2, 2)
+    monitor = normscale.Monitor(model, runs=tmp_path, blocks=())
+    batch = torch.full((1, 2), 1e30)
+    with monitor.micro_batch(batch):
+        loss = model(batch).sum()
+        loss.backward()
+    if bad:
+        assert model.bias.grad is not None
+        model.bias.grad[1] = float("inf")
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.isinf()
+    report = monitor.step(torch.optim.SGD(model.parameters(), 1e-40), loss, grad_norm=norm)
+    assert report.reason == reason
+    if not bad:
+        assert report.culprit is not None
+        assert (report.culprit.phase, report.culprit.tensor) == ("norm", "gradient norm")
+        assert "each of the 6 entries" in report.culprit.note
+    monitor.close()
 
 
 def test_a_gradient_scaler_is_worked_for_the_loop(tmp_path: Path) -> None:
