@@ -48,7 +48,8 @@ class Difference:
 class OptimizerCount(StepProbe):
     """Compares an optimizer's own count of steps with those that were applied.
 
-    One that lies on a GPU, as of a fused optimizer, travels with the numbers of a measured step.
+    It is that of one parameter, the first: steps in which that had no gradient are no steps to the optimizer, and are
+    added to the count. One that lies on a GPU, as of a fused optimizer, travels with the numbers of a measured step.
     """
 
     name = "counts"
@@ -59,6 +60,9 @@ class OptimizerCount(StepProbe):
         self._difference = Difference()
         self._last: float | None = None  # its count after the last step
         self._far: float | None = None  # the same, of one that lies on a GPU
+        self._with = False  # whether the parameter has a gradient in the step at hand
+        self._met = False  # whether it ever had one: those of an engine's own optimizer are not seen
+        self._without = self._applied = 0  # steps that were applied since, and it had none; all that were
 
     def check(self, optimizer: Any, scaled: bool) -> None:
         """Takes the optimizer of the step to come.
@@ -73,12 +77,16 @@ class OptimizerCount(StepProbe):
                 f"monitor.step: the optimizer counts {count:.0f} steps, and {self._last:.0f} after the last one here; "
                 "leave scaler.step and scaler.update to the monitor"
             )
+        self._with = getattr(_first(optimizer), "grad", None) is not None
 
     def since(self, optimizer: Any, applied: int, measured: bool) -> float | None:
         """Returns what the optimizer would count had it begun with this run; None where that is not to be compared."""
         self._meet(optimizer)
         self._last, self._far = optimizer_steps(optimizer) if self._far is None else self._far, None
-        return self._difference.since(self._last, applied, measured)
+        self._met |= self._with
+        self._without += self._met and not self._with and applied > self._applied
+        self._applied = applied
+        return self._difference.since(None if self._last is None else self._last + self._without, applied, measured)
 
     def hand_over(self) -> Mapping[str, Hand]:
         step = step_of(self.optimizer)
@@ -94,7 +102,7 @@ class OptimizerCount(StepProbe):
     def _meet(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         if self._difference.meet(optimizer):
-            self._last = None
+            self._last, self._met, self._without = None, False, 0
 
 
 def optimizer_steps(optimizer: Any) -> float | None:
@@ -110,10 +118,14 @@ def near(step: Tensor) -> bool:
 
 def step_of(optimizer: Any) -> Any:
     """Returns an optimizer's count of steps as it keeps it; None where it keeps none."""
-    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
-    if not groups or not groups[0]["params"] or not isinstance(state, Mapping):
-        return None
-    return state.get(groups[0]["params"][0], {}).get("step")
+    first, state = _first(optimizer), getattr(optimizer, "state", None)
+    return state.get(first, {}).get("step") if isinstance(state, Mapping) else None
+
+
+def _first(optimizer: Any) -> Any:
+    """Returns the first parameter of an optimizer; None where it shows none."""
+    groups = getattr(optimizer, "param_groups", None)
+    return groups[0]["params"][0] if groups and groups[0]["params"] else None
 
 
 def scheduler_steps(scheduler: Any, world: int) -> float | None:

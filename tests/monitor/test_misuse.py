@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import normscale
 from normscale.errors import BadInput
-from normscale.monitor.counts import scheduler_steps
+from normscale.monitor.counts import OptimizerCount, scheduler_steps
 from tests.monitor.made import Net, Poison, adamw, batches, events, loss_fn, marked, net, record, train
 
 
@@ -230,6 +230,40 @@ def test_a_count_that_lies_on_a_gpu_is_compared_on_measured_steps(
     train(model, monitor, batches(4), optimizer=optimizer)
     (event,) = events(record(monitor), "ledger")
     assert (event["step"], event["says"]) == (4, "the optimizer counts 5 steps, 4 were applied")
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("untold", [False, True])
+def test_steps_in_which_the_first_parameter_has_no_gradient_are_no_disagreement(
+    untold: bool, near: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam counts by parameter, and passes those over that have none; no parameter here is used in every step."""
+    if not near:
+        monkeypatch.setattr("normscale.monitor.counts.near", lambda step: False)
+    model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    optimizer = adamw(model)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1, blocks=())
+    for step, batch in enumerate(batches(8), start=1):
+        with monitor.micro_batch():
+            loss = model[step % 2](batch).mean() * (float("nan") if step == 7 else 1)
+            loss.backward()
+        if untold and step == 6:
+            optimizer.step()
+        assert monitor.step(optimizer, loss).applied == (step != 7)
+        optimizer.zero_grad()
+    told = [(event["step"], event["says"]) for event in events(record(monitor), "ledger")]
+    assert told == ([(6, "the optimizer counts 7 steps, 6 were applied")] if untold else [])
+
+
+def test_an_optimizer_whose_parameters_never_show_a_gradient_is_compared_as_it_counts() -> None:
+    """As one of DeepSpeed behind Accelerate, which has stepped already."""
+    own = nn.Parameter(torch.zeros(1))
+    optimizer = SimpleNamespace(param_groups=[{"params": [own]}], state={own: {"step": 0}})
+    count = OptimizerCount(torch.device("cpu"))
+    for step in (1, 2, 3):
+        optimizer.state[own]["step"] = step
+        count.check(optimizer, scaled=False)
+        assert count.since(optimizer, step, True) == step
 
 
 class Custom:
