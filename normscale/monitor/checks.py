@@ -161,7 +161,7 @@ def check_hooks(rows: BlockRows, blocks: Sequence[str], first: bool) -> None:
             f"Monitor: {rows.reentrant!r} is checkpointed with use_reentrant=True, under which its output has "
             "no gradient to watch and nothing can be replayed; use use_reentrant=False"
         )
-    if first and not any(rows.seen[: len(blocks)]):
+    if first and not any(rows.seen[: len(blocks)]) and not rows.left_out:
         named = ", ".join(repr(name) for name in blocks[:3])
         if rows.odd:
             raise BadInput(

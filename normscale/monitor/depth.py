@@ -24,6 +24,11 @@ NOT_MEASURED = {
 }
 """What the Trainer records of depth and a monitor does not, and why; it is said in the start record."""
 
+LEFT_OUT = (
+    "compiled with fullgraph=True, so that hooks are left out; they work where the forward of each block is compiled: "
+    "block.forward = torch.compile(block.forward, fullgraph=True)"
+)
+
 
 class Depth:
     """The probes of blocks, norms, logits and Adam; without blocks there are those alone that were asked for by name.
@@ -82,11 +87,14 @@ class Depth:
 
     def lacks(self, active: Sequence[Probe]) -> Iterator[tuple[str, str]]:
         """Gives what the measured step did not show of the probes that are not switched off, and why."""
+        if self.rows in active and self.rows is not None and self.rows.left_out:
+            yield "stream_rms", f"blocks are {LEFT_OUT}"
         if self.norms in active and self.norms is not None and self.norms.silent:
             why = "no norm was seen: in compiled code hooks are left out" if self.norms.norms else "no norm was found"
             yield "eps_up", why
         if self.output in active and self.output is not None and self.output.silent:
             named = "the module of Monitor(logits=...) puts out no logits"
-            yield "logz_mean", named if self.output.named else "the model returns no `logits`: see Monitor(logits=...)"
+            why = named if self.output.named else "the model returns no `logits`: see Monitor(logits=...)"
+            yield "logz_mean", f"the model is {LEFT_OUT}" if self.output.left_out else why
         if self.moments in active and self.moments is not None and self.moments.unseen:
             yield "adam_eps_share", "the engine keeps the state of its optimizer to itself"

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ class HookedProbe(StepProbe):
     Attributes:
         on: whether hooks measure, which is within micro-batches of measured steps.
         failed: what a hook has raised amid someone's forward pass.
+        left_out: whether a hook was left out of a graph that must not be parted.
     """
 
     def __init__(self) -> None:
         self.on = False
         self.failed: Exception | None = None
+        self.left_out = False
         self._handles: list[Any] = []
 
     def open(self) -> None:
@@ -71,7 +74,8 @@ class Hook:
     """A hook of one module, before or after its forward; in a copy of the model, or one from a file, it is inert.
 
     `inside` says that the module may stand inside of what is compiled. A graph would end at the hook, and there would
-    be one for each module, whose number it holds: there the hook is left out.
+    be one for each module, whose number it holds: there the hook is left out. So is any in a graph that must not end
+    before what is compiled does, and its probe knows.
     """
 
     def __init__(self, probe: HookedProbe, see: See, index: int, inside: bool = False) -> None:
@@ -81,7 +85,9 @@ class Hook:
         if self.inside and torch.compiler.is_compiling():
             return
         if self.probe.on:
-            if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            if torch.compiler.is_compiling() and must_be_whole():
+                self.probe.left_out = True
+            elif torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
                 eagerly(self.see, self.index, module, args, output)
             else:
                 self.see(self.index, module, args, output)
@@ -100,6 +106,19 @@ def inert(*args: Any) -> None:
 def inert_hook() -> Any:
     """Returns a hook that does nothing."""
     return inert
+
+
+def must_be_whole() -> bool:
+    """Returns whether the graph that is being traced must not be parted: `fullgraph=True`. Torch has no public word."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    with suppress(AttributeError):  # of a thread in which nothing is traced
+        return bool(InstructionTranslator.current_tx().one_graph)
+    return False
+
+
+# Tracing calls it, and keeps what it returns: torch._dynamo.assume_constant_result, which would import the compiler.
+must_be_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @_disable_dynamo  # unlike torch.compiler.disable it imports the compiler only when it is called

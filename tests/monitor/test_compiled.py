@@ -1,6 +1,7 @@
 """Models that are compiled: hooks work, or their absence is an error; never an empty record."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +16,20 @@ from tests.monitor.made import Net, adamw, batches, events, loss_fn, net, record
 FORMS = ("forward", "wrapper", "in place", "model", "model in place")
 
 
-def compiled(model: Net, form: str) -> nn.Module:
+def compiled(model: Net, form: str, fullgraph: bool = False) -> Any:
     torch._dynamo.reset()
     counters.clear()
+    how: dict[str, Any] = {"backend": "eager", "fullgraph": fullgraph}
     for i, block in enumerate(list(model.blocks)):
         if form == "forward":
-            block.forward = torch.compile(block.forward, backend="eager")  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, **how)  # type: ignore[method-assign]
         elif form == "wrapper":
-            model.blocks[i] = torch.compile(block, backend="eager")
+            model.blocks[i] = torch.compile(block, **how)
         elif form == "in place":
-            block.compile(backend="eager")
+            block.compile(**how)
     if form == "model in place":
-        model.compile(backend="eager")
-    return torch.compile(model, backend="eager") if form == "model" else model  # type: ignore[return-value]
+        model.compile(**how)
+    return torch.compile(model, **how) if form == "model" else model
 
 
 def run(model: nn.Module, inner: Net, data: list[Tensor], monitor: "normscale.Monitor | None") -> list[Tensor]:
@@ -126,6 +128,47 @@ def test_the_autocast_of_a_model_that_is_compiled_whole_is_known(
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
     monitor.close()
+
+
+@pytest.mark.parametrize("form", ["in place", "model", "model in place"])
+def test_hooks_are_left_out_of_a_graph_that_must_be_whole(form: str, tmp_path: Path) -> None:
+    """`fullgraph=True`: a hook would part the graph, which is an error in the loop's own forward pass."""
+    inner = net(3)
+    for block in inner.blocks:
+        block.drop.p = 0.0
+    bare = run(inner, inner, batches(4), None)
+    inner = net(3)
+    for block in inner.blocks:
+        block.drop.p = 0.0
+    model = compiled(inner, form, fullgraph=True)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=2)
+    seen = run(model, inner, batches(4), monitor)
+    assert all(torch.equal(a, b) for a, b in zip(seen, bare, strict=True))
+    with torch.no_grad():
+        inner.blocks[1].proj.weight[0, 0] = torch.nan
+    with monitor.micro_batch(batch := batches(1)[0]):
+        loss = loss_fn(model, batch)
+        loss.backward()
+    report = monitor.step(adamw(inner), loss)
+    assert report.culprit is not None
+    assert (report.culprit.module, report.culprit.tensor) == ("blocks.1.proj", "weight")
+    found = record(monitor)
+    assert {"grad_norm", "update_rel"} <= set(found.profiles)
+    assert not {"stream_rms", "stream_grad_norm", "angle_online"} & set(found.profiles)
+    told = {event["what"]: event["says"] for event in events(found, "unavailable")}
+    assert told["stream_rms"].startswith("blocks are compiled with fullgraph=True, so that hooks are left out")
+    assert "block.forward = torch.compile(block.forward, fullgraph=True)" in told["stream_rms"]
+    assert ("fullgraph" in told["logz_mean"]) == form.startswith("model")
+    assert events(found, "probe_off") == []
+
+
+@pytest.mark.parametrize("form", ["forward", "wrapper"])
+def test_hooks_work_around_a_forward_that_is_compiled_whole(form: str, tmp_path: Path) -> None:
+    """The way out that the record of one with `block.compile(fullgraph=True)` names."""
+    model = compiled(net(3), form, fullgraph=True)
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    run(model, model, batches(1), monitor)
+    assert (record(monitor).profiles["stream_rms"].data > 0).all()
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
