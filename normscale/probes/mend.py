@@ -30,7 +30,7 @@ def mended(x: Tensor) -> Tensor:
 
     One half can be divided by, and have its root and its logarithm taken; 0 could not.
     """
-    if not x.is_floating_point():
+    if not (x.is_floating_point() or x.is_complex()):
         return x
     finite: Tensor = _Mended.apply(x)  # type: ignore[no-untyped-call]
     return finite
@@ -42,7 +42,9 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {
         plain_name(name): x
         for name, x in named
-        if x.is_floating_point() and x.numel() and not (x.is_meta or hasattr(x, "to_local") or hasattr(x, "ds_id"))
+        if (x.is_floating_point() or x.is_complex())
+        and x.numel()
+        and not (x.is_meta or hasattr(x, "to_local") or hasattr(x, "ds_id"))
     }
 
 
@@ -66,7 +68,9 @@ class _Mended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         most = large(x.dtype)
-        return torch.nan_to_num(x, nan=0.5, posinf=most, neginf=-most)
+        parts = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        finite = torch.nan_to_num(parts, nan=0.5, posinf=most, neginf=-most)
+        return torch.view_as_complex(finite) if x.is_complex() else finite
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

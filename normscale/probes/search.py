@@ -55,7 +55,8 @@ def _with_a_part(watch: Watch) -> Generator[Mends, Watch, Culprit]:
             break
         again = yield Mends(frozenset([*over, place]))
         following = again.events.first
-        if not again.failed or following is None or not _same(events, following):
+        stays = following is not None and again.events.place_of(following) in (place, *over)  # no mend took
+        if not again.failed or following is None or stays or not _same(events, following):
             if over and not again.failed:
                 alone = yield Mends(frozenset([place]))
                 if alone.failed:

@@ -36,6 +36,37 @@ def test_padding_that_the_model_drops_is_not_to_blame() -> None:
     assert culprit_of(Overflows(lambda x: x), [given]).tensor == "input[0]"
 
 
+class Complex(nn.Module):
+    """Two layers with complex weights and outputs, of which the second overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Linear(4, 4, dtype=torch.cfloat) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(self.a(x.to(torch.cfloat)) * 1e30) * 1e30).abs()  # type: ignore[no-any-return]
+
+
+def test_the_fault_of_complex_numbers_is_named() -> None:
+    model = Complex()
+    assert culprit_of(model, batches()).module == ""  # what follows b, in the model's own forward
+    with torch.no_grad():
+        model.b.weight[0, 0] = complex(1e30, 0.0)
+    assert (culprit_of(model, batches()).module, culprit_of(model, batches()).phase) == ("b", "forward")
+    with torch.no_grad():
+        model.a.weight[0, 0] = complex(0.0, math.nan)
+    culprit = culprit_of(model, batches())
+    assert (culprit.module, culprit.phase, culprit.tensor, culprit.nan) == ("a", "parameter", "weight", 1)
+
+
+def test_what_no_mend_changes_is_to_blame_after_one_more_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("normscale.probes.watch.mended", lambda x: x)
+    culprit = culprit_of(Overflows(torch.log), [-batches()[0].abs()])
+    assert (culprit.phase, culprit.module, culprit.tensor) == ("forward", "", "input[0] of 'a'")
+    assert "had no part" not in culprit.note
+
+
 def test_what_a_harmless_value_spoils_on_its_way_is_passed_over_with_it() -> None:
     class Dropped(Overflows):
         def forward(self, x: Tensor) -> Tensor:
