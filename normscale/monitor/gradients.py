@@ -132,7 +132,8 @@ class Gradients:
             if bool(torch.isfinite(grad).all()):
                 continue
             nan, plus, minus = (int(c.sum()) for c in (torch.isnan(grad), torch.isposinf(grad), torch.isneginf(grad)))
-            counts = {"nan": nan, "pos_inf": plus, "neg_inf": minus, "of": p.grad.numel()}
+            entries = p.grad.numel() * (2 if p.grad.is_complex() else 1)  # of its parts, as they are counted
+            counts = {"nan": nan, "pos_inf": plus, "neg_inf": minus, "of": entries}
             kind = "NaN" if nan else "+Inf" if plus else "-Inf"
             found.append({"name": names.get(id(p), "(not in the model)"), "kind": kind, **counts})
         return found

@@ -116,6 +116,7 @@ def test_complex_parameters_are_checked_clipped_and_recorded(mixed: bool, conjug
     assert ("adam_eps_share" in found.profiles) != conjugates
     (bad,) = events(found, "nonfinite")[0]["parameters"]
     assert (bad["name"], bad["kind"], bad["neg_inf"], bad["nan"], bad["pos_inf"]) == ("1.weight", "-Inf", 1, 0, 0)
+    assert bad["of"] == 2 * 5  # parts
 
 
 @pytest.mark.parametrize("norm", [-1.0, torch.tensor(-1.0)])
