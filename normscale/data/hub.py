@@ -34,6 +34,7 @@ PAIRED = {
     "wmt17": ("wmt/wmt17", "{other}-en"),
     "opus100": ("Helsinki-NLP/opus-100", "{a}-{b}"),
 }  # translation sets by their short names, and what they call the configuration of two languages
+CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of data sets that are scripts
 NAME = re.compile(r"hub:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[^/:]+))?", re.ASCII)
 
 
@@ -173,12 +174,22 @@ def _fetched(source: str, repo: str, config: str | None, split: str, key: str) -
             f"reached ({reason}); mend the network or HF_ENDPOINT, or use a local file or 'embedded'"
         )
     try:
-        return datasets.load_dataset(repo, config, split=split)
+        return _loaded(repo, config, split)
     except Exception as e:  # the library raises a dozen kinds
         raise DataError(
             f"{key}: {source!r} cannot be had from {endpoint} ({_line(e)}); check its name, configuration and "
             "that it is public, or run `hf auth login`"
         ) from None
+
+
+def _loaded(repo: str, config: str | None, split: str) -> Any:
+    """Returns a data set by the library. Of one that is a script, which the library runs no more, the hub's copy."""
+    try:
+        return datasets.load_dataset(repo, config, split=split)
+    except RuntimeError as e:
+        if "scripts are no longer supported" not in str(e):
+            raise
+        return datasets.load_dataset(repo, config, split=split, revision=CONVERTED)
 
 
 def unreachable(endpoint: str) -> str | None:

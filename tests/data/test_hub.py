@@ -221,3 +221,23 @@ def test_malformed_names(source):
 
 def test_reports_nothing_to_the_hub():
     assert not datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+
+
+def test_of_a_data_set_that_is_a_script_the_copy_that_the_hub_made_is_taken(monkeypatch):
+    asked = []
+
+    def load(repo, config, split, revision=None):
+        asked.append((repo, config, split, revision))
+        if repo == "someone/other":
+            raise RuntimeError("no such builder")
+        if revision is None:
+            raise RuntimeError("Dataset scripts are no longer supported, but found name.py")
+        return "the copy"
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "unreachable", lambda endpoint: None)
+    assert hub._table("hub:someone/name:en", "train") == "the copy"
+    assert asked == [("someone/name", "en", "train", None), ("someone/name", "en", "train", "refs/convert/parquet")]
+    with pytest.raises(DataError, match="no such builder"):
+        hub._table("hub:someone/other", "train")
+    assert len(asked) == 3
