@@ -101,6 +101,10 @@ class Task:
         return {"task": self.name, "vocab": self.vocab, "digest": self.digest, **self.told}
 
 
+DRAWN: tuple[TaskName, ...] = ("mlm", "span", "copy", "reverse")
+"""Tasks whose samples depend on the run's seed; the corpus of another is read, and made subwords of, once for all."""
+
+
 def load_task(config: RunConfig) -> Task:
     """Returns the task of a run, read once a process for each different one.
 
@@ -115,7 +119,8 @@ class _Key:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.parts = (config.data, config.model.context, config.model.segments, config.seed, config.train.batch)
+        seed = config.seed if config.task in DRAWN else None
+        self.parts = (config.data, config.model.context, config.model.segments, seed, config.train.batch)
 
     def __hash__(self) -> int:
         return hash(self.parts[1:])

@@ -9,7 +9,7 @@ import torch
 
 from normscale.data.batches import Batches, held_out_batches, unigram_of
 from normscale.data.corpus import corpus_of
-from normscale.data.task import IGNORE, MicroBatch, load_task
+from normscale.data.task import DRAWN, IGNORE, MicroBatch, load_task
 from tests.data.made import TASKS, config_of, write_pairs
 
 
@@ -46,6 +46,14 @@ def test_shapes_types_and_ranges(name, folder):
             assert batch.source_BS.shape[1] <= config.model.context
     assert task.facts().items() >= {"task": name, "vocab": task.vocab, "digest": task.digest}.items()
     assert all(isinstance(fact, str | int | float) and not isinstance(fact, np.generic) for fact in task.told.values())
+
+
+def test_seeds_share_a_task_where_no_sample_depends_on_them(name, folder):
+    config = config_of(name, folder)
+    one, other = (load_task(config.model_copy(update={"seed": seed})) for seed in (3, 4))
+    assert (one is other) == (name not in DRAWN)
+    same = rows(one.train.batch(np.arange(5))) == rows(other.train.batch(np.arange(5)))
+    assert same == (name not in DRAWN)
 
 
 def test_a_sample_is_a_function_of_its_number_alone(name, folder):
@@ -136,7 +144,7 @@ def test_the_digest_follows_the_data_and_not_its_place(name, folder, tmp_path):
     (tmp_path / "text.txt").write_bytes((folder / "text.txt").read_bytes()[1:])
     write_pairs(tmp_path / "pairs", 400, seed=1)
     corpus_of.cache_clear()
-    other = {"data": {"symbols": 31}} if name in ("copy", "reverse") else {"seed": 5}  # another seed is not cached
+    other = {"data": {"symbols": 31}} if name in ("copy", "reverse") else {"train": {"batch": 5}}  # which is not cached
     assert load_task(config_of(name, tmp_path, **other)).digest != here.digest
 
 
