@@ -5,7 +5,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -101,10 +101,11 @@ def read_run(run_dir: Path) -> RunRecord:
     for record in kept:
         if record["kind"] == "end" and record["attempt"] == newest:
             end = record | {"summary": {key: restored(value) for key, value in record.get("summary", {}).items()}}
-    events = _events(kept)
-    run_id = str(start.get("run_id") or run_dir.name)
-    series, profiles = _series(kept), _profiles(kept)
+    begins = {number: begun.get("from_step", 0) for number, begun in starts.items()}
     reached = _reached(kept)
+    events = _events(kept, begins, reached)
+    run_id = str(start.get("run_id") or run_dir.name)
+    series, profiles = _series(kept, begins), _profiles(kept, begins)
     ledger = _ledger(kept)
     return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn, reached, ledger)
 
@@ -294,25 +295,51 @@ def _reached(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     return reached
 
 
-def _series(records: Sequence[dict[str, Any]]) -> dict[str, Series]:
-    points: dict[str, dict[int, tuple[int, int, int, float]]] = {}
-    for record in records:
-        if record["kind"] != "metrics":
-            continue
-        step, attempt = record["step"], record["attempt"]
-        for key, value in record["values"].items():
-            of_key = points.setdefault(key, {})
-            if step not in of_key or of_key[step][0] <= attempt:
-                of_key[step] = (attempt, record["applied"], record["t"], restored(value))
+def _made_again(step: int, attempt: int, begins: Mapping[int, int], reached: Mapping[int, int]) -> bool:
+    """Returns whether an attempt that is newer than `attempt` has made this step."""
+    return any(newer > attempt and begins.get(newer, step) < step <= last for newer, last in reached.items())
+
+
+def _newest(found: Iterable[tuple[str, int, int, Any]], begins: Mapping[int, int]) -> dict[str, dict[int, Any]]:
+    """Returns {name: {step: what}}, by step, of (name, step, attempt, what): what each step's newest attempt recorded.
+
+    What an older attempt alone recorded of a step counts until a newer one, which made the step again, has recorded the
+    name at a later one. So the last step of a name never falls, and a store that goes by it is sent no step twice.
+    """
+    newest: dict[str, dict[int, tuple[int, Any]]] = {}
+    reached: dict[str, dict[int, int]] = {}
+    for name, step, attempt, what in found:
+        of_name, last = newest.setdefault(name, {}), reached.setdefault(name, {})
+        if step not in of_name or of_name[step][0] <= attempt:
+            of_name[step] = (attempt, what)
+        last[attempt] = max(step, last.get(attempt, 0))
+    return {
+        name: {
+            step: of_name[step][1]
+            for step in sorted(of_name)
+            if not _made_again(step, of_name[step][0], begins, reached[name])
+        }
+        for name, of_name in newest.items()
+    }
+
+
+def _series(records: Sequence[dict[str, Any]], begins: Mapping[int, int]) -> dict[str, Series]:
+    found = (
+        (key, record["step"], record["attempt"], (record["applied"], record["t"], restored(value)))
+        for record in records
+        if record["kind"] == "metrics"
+        for key, value in record["values"].items()
+    )
     series = {}
-    for key, of_key in points.items():
-        rows = sorted(of_key.items())
-        applied, t, values = ([row[1][column] for row in rows] for column in (1, 2, 3))
-        series[key] = Series([row[0] for row in rows], applied, t, values)  # type: ignore[arg-type]
+    for key, of_key in _newest(found, begins).items():
+        applied, t, values = (list(column) for column in zip(*of_key.values(), strict=True))
+        series[key] = Series(list(of_key), applied, t, values)
     return series
 
 
-def _events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _events(
+    records: Sequence[dict[str, Any]], begins: Mapping[int, int], reached: Mapping[int, int]
+) -> list[dict[str, Any]]:
     """Returns the events, each once: what is told of a step that was made again is what its newest attempt told.
 
     What became of an attempt stays, whichever steps are made again.
@@ -326,7 +353,11 @@ def _events(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     events = [
         event
         for event in events
-        if event["event"] in ABOUT_AN_ATTEMPT or event["attempt"] == newest[event["event"], event["step"]]
+        if event["event"] in ABOUT_AN_ATTEMPT
+        or (
+            event["attempt"] == newest[event["event"], event["step"]]
+            and not _made_again(event["step"], event["attempt"], begins, reached)
+        )
     ]
     return events + _differing(records)
 
@@ -370,20 +401,16 @@ def _ledger(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for _, (_, row) in sorted(newest.items())]
 
 
-def _profiles(records: Sequence[dict[str, Any]]) -> dict[str, Profile]:
-    newest: dict[str, dict[int, dict[str, Any]]] = {}
-    for record in records:
-        if record["kind"] == "profile":
-            of_name = newest.setdefault(record["name"], {})
-            if record["step"] not in of_name or of_name[record["step"]]["attempt"] <= record["attempt"]:
-                of_name[record["step"]] = record
+def _profiles(records: Sequence[dict[str, Any]], begins: Mapping[int, int]) -> dict[str, Profile]:
+    found = (
+        (record["name"], record["step"], record["attempt"], record) for record in records if record["kind"] == "profile"
+    )
     profiles = {}
-    for name, of_name in newest.items():
-        steps = sorted(of_name)
-        arrays = [of_name[step]["data"] for step in steps]
+    for name, of_name in _newest(found, begins).items():
+        arrays = [record["data"] for record in of_name.values()]
         rows = max(array.size for array in arrays)
-        data = np.full((len(steps), rows), np.nan, dtype=np.float32)
+        data = np.full((len(arrays), rows), np.nan, dtype=np.float32)
         for index, array in enumerate(arrays):
             data[index, : array.size] = array
-        profiles[name] = Profile(steps, [of_name[step]["t"] for step in steps], data)
+        profiles[name] = Profile(list(of_name), [record["t"] for record in of_name.values()], data)
     return profiles

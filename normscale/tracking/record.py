@@ -23,6 +23,7 @@ ABOUT_AN_ATTEMPT = frozenset(
         "begun_anew",
         "preempted",
         "rank_lost",
+        "pass_broken",
         "checkpoint_passed_over",
         "checkpoint_failed",
         "records_lost",

@@ -242,6 +242,30 @@ def test_a_growing_run_is_completed_and_its_status_follows(runs, new_store):
     ]
 
 
+def test_no_point_of_a_step_that_was_made_again_is_sent_twice(runs, new_store):
+    uri = new_store()
+    with SpoolWriter(runs / "r", 1) as spool:
+        spool.start(run_id="r")
+        for step in (2, 3, 4):  # 3 stands out, as a spike does
+            spool.metrics(step, step, {"loss_train": float(step)})
+        spool.metrics(4, 4, {"loss_val": 1.0})
+        spool.metrics(5, 5, {"loss_train": 5.0})
+    assert sync(runs, uri).ok
+    with SpoolWriter(runs / "r", 2) as spool:
+        spool.start(run_id="r", from_step=2)
+        for step, values in ((4, {"loss_train": 4.0}), (4, {"loss_val": 1.0}), (6, {"loss_train": 6.0})):
+            spool.metrics(step, step, values)
+            assert sync(runs, uri).ok
+    with SpoolWriter(runs / "r", 3) as spool:
+        spool.start(run_id="r", from_step=2)
+        for step in (3, 4, 5, 7):
+            spool.metrics(step, step, {"loss_train": float(step)})
+            assert sync(runs, uri).ok
+    (run,) = everything(uri).values()
+    assert [step for step, *_ in history(uri, run)["1-loss/train"]] == [2, 3, 4, 5, 6, 7]
+    assert [step for step, *_ in history(uri, run)["1-loss/val"]] == [4]
+
+
 def test_a_run_begun_anew_replaces_the_old_one(runs, new_store):
     uri = new_store()
     make_run(runs, run_id="r", steps=8, every=2)

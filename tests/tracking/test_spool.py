@@ -169,6 +169,37 @@ def test_what_is_told_of_a_step_that_was_made_again_is_told_once(tmp_path):
     ]
 
 
+def test_what_a_newer_attempt_made_well_and_did_not_measure_is_told_no_more(tmp_path):
+    attempt(tmp_path, 1, 0, {10: 1.0, 20: 1.0, 25: math.nan, 30: 1.0, 35: math.nan}, "interrupted")
+    attempt(tmp_path, 2, 20, {30: 1.0})
+    steps = [10, 20, 30, 35]  # 25 was made again, 35 not yet
+    record = read_run(tmp_path)
+    assert record.series["loss_train"].steps == steps
+    assert record.profiles["grad_norm"].steps == steps
+    assert sorted(event["step"] for event in record.events) == steps
+    attempt(tmp_path, 3, 30, {40: 1.0})
+    record = read_run(tmp_path)
+    assert record.series["loss_train"].steps == [10, 20, 30, 40]
+    assert [(event["step"], event["attempt"]) for event in record.events] == [(10, 1), (20, 1), (30, 2), (40, 3)]
+
+
+def test_a_scalar_that_comes_late_in_a_step_is_not_missed_before_it_is_there(tmp_path):
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.start()
+        spool.metrics(4, 4, {"loss_train": 2.0})
+        spool.metrics(4, 4, {"loss_val": 3.0})
+        spool.event(5, "pass_broken")
+        spool.metrics(5, 5, {"loss_train": 2.0})
+    with SpoolWriter(tmp_path, 2) as spool:
+        spool.start(from_step=2)
+        spool.metrics(5, 5, {"loss_train": 2.0})
+        record = read_run(tmp_path)
+        assert (record.series["loss_train"].steps, record.series["loss_val"].values) == ([5], [3.0])
+        spool.metrics(6, 6, {"loss_val": 1.0})
+    record = read_run(tmp_path)
+    assert (record.series["loss_val"].steps, [event["event"] for event in record.events]) == ([6], ["pass_broken"])
+
+
 def test_other_numbers_in_a_step_that_was_made_again_are_an_event(tmp_path):
     with SpoolWriter(tmp_path, 1) as spool:
         spool.start()
