@@ -202,20 +202,22 @@ def restored(value: Any) -> Any:
 
 
 def strict(value: Any) -> Any:
-    """Returns `value` as strict JSON can hold it."""
-    if isinstance(value, str | bool | int | None):
+    """Returns `value` as strict JSON can hold it; what is no valid Unicode, as in some files' names, is escaped."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, bool | int | None):
         return value
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     if isinstance(value, Mapping):
-        return {str(key): strict(item) for key, item in value.items()}
+        return {strict(str(key)): strict(item) for key, item in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
         return [strict(item) for item in value]
     if hasattr(value, "tolist") and not isinstance(value, type):  # of numpy or torch
         return strict(value.tolist())
-    return str(value)
+    return strict(str(value))
 
 
 def _ends_torn(path: Path) -> bool:

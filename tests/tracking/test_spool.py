@@ -419,6 +419,24 @@ def test_scalars_of_another_loop_are_kept_under_names_of_their_own(tmp_path):
     assert read_run(tmp_path).series["user/val acc@1"].values == [0.5]
 
 
+def test_text_that_is_no_unicode_ends_no_training_and_comes_back_as_text_that_can_be_written(tmp_path):
+    half = "caf\udce9"  # as from a file's name in Latin-1
+    with SpoolWriter(tmp_path, 1) as spool:
+        spool.start(config={"name": half})
+        spool.metrics(1, 1, {f"user/{half}": 0.5, "user/caf\udce8": 0.25})
+        spool.event(1, "probe_off", reason=half, said=OSError(half))
+        spool.end("error", 1, {"note": half})
+    (tmp_path / SPOOL).read_text("utf-8")
+    record, told = read_run(tmp_path), r"caf\udce9"
+    assert {name: series.values for name, series in record.series.items()} == {
+        rf"user/{told}": [0.5],
+        r"user/caf\udce8": [0.25],
+    }
+    (event,) = record.events
+    assert {record.start["config"]["name"], event["reason"], event["said"], record.summary["note"]} == {told}
+    assert spool_module.strict({"é": "日"}) == {"é": "日"}
+
+
 def test_a_thousand_layers_are_read_quickly(tmp_path):
     names = ["stream_rms", "stream_absmax", "branch_rms", "branch_absmax", "stream_nonfinite", "branch_nonfinite"]
     with SpoolWriter(tmp_path, 1) as spool:
