@@ -295,7 +295,8 @@ def _loss(record: RunRecord, look: Look) -> list[str]:
     levels = [float(nats)] if _is_number(nats) else []
     low, high = span_of([y for _, y in train + held_out], levels)
     begin = [y for _, y in [*held_out[:1], *train[:1]] if math.isfinite(y)]
-    high = min(high, 2 * max([*begin, *levels])) if begin else high  # one huge loss would flatten all others
+    if begin and (most := 2 * max([*begin, *levels])) > 0:
+        high = min(high, most)  # one huge loss would flatten all others
     steps = [x for x, _ in train + held_out]
     plot = Plot(look, PLOT_LINES, (min(steps), max(steps)), (low, high))
     for level in levels:

@@ -255,6 +255,17 @@ def test_an_exploding_loss_does_not_flatten_the_rest(tmp_path: Path) -> None:
     assert "      10 ┤" in shown(tmp_path, "x")
 
 
+@pytest.mark.parametrize("first", [-2.0, 0.0])
+def test_a_loss_that_begins_below_zero_or_at_it_is_drawn_whole(first: float, tmp_path: Path) -> None:
+    with SpoolWriter(tmp_path / "x", 1) as spool:
+        spool.start(run_id="x")
+        for step, loss in enumerate([first, -4.0, -3.0, 1.5]):
+            spool.metrics(step, step, {"loss_train": loss})
+    text = shown(tmp_path, "x")
+    assert "     1.5 ┤" in text
+    assert "      -4 ┤" in text
+
+
 def test_everything_is_in_the_json(tmp_path: Path) -> None:
     run = make_run(tmp_path, nan_at=17)
     record = read_run(tmp_path / run)
