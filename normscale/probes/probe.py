@@ -222,7 +222,7 @@ def transferred(
     if "sum" in joined:
         joined["sum"] = reduce_sum(joined["sum"])
     if "max" in joined:
-        joined["max"] = reduce_max(torch.nan_to_num(joined["max"], nan=torch.inf, posinf=torch.inf))
+        joined["max"] = reduce_max(torch.nan_to_num(joined["max"], nan=torch.inf, posinf=torch.inf, neginf=-torch.inf))
     if not joined:
         return [{} for _ in given]
     host = torch.cat(list(joined.values())).cpu().numpy()

@@ -288,6 +288,12 @@ def test_two_collectives_whatever_the_depth_and_each_number_comes_home() -> None
     assert (second.profiles["c"].tolist(), second.profiles["d"].tolist()) == ([3.0], [8.0])
 
 
+def test_the_largest_of_infinite_values_is_the_one_that_was_handed_over() -> None:
+    given = Given(a=Hand(torch.tensor([-math.inf, math.inf, -1.0]), "max"))
+    (reading,) = collect([given], lambda x: x, lambda x: x)
+    assert reading.profiles["a"].tolist() == [-math.inf, math.inf, -1.0]
+
+
 def test_slope_of_a_power_law_and_of_vanished_gradients() -> None:
     n = np.arange(1, 101.0)
     assert depth_slope(3 * n**-0.5) == pytest.approx(-0.5)
