@@ -26,7 +26,7 @@ class Layers(Probe):
     Reference: Sun et al. 2025 (The Curse of Depth), arXiv:2502.05795, for both.
 
     Attributes:
-        whole: the loss of the whole model, a 0-d tensor; NaN until it is measured.
+        whole: the loss of the whole model per target, a 0-d tensor; NaN until it is measured.
     """
 
     name = "layers"
@@ -90,8 +90,10 @@ class Layers(Probe):
         return torch.stack(angles)
 
     def _loss(self, skip: int | None) -> Tensor:
-        """Returns the mean loss over the batches, a 0-d fp64 tensor."""
-        return torch.stack([self.loss(inputs, targets, skip).double() for inputs, targets in self.batches]).mean()
+        """Returns the loss per target of all batches, a 0-d fp64 tensor: their numbers of targets may differ."""
+        found = [self.loss(inputs, targets, skip) for inputs, targets in self.batches]
+        sums, counts = (torch.stack(parts).double().sum() for parts in zip(*found, strict=True))
+        return sums / counts
 
 
 def spread_over(n: int, most: int) -> list[int]:

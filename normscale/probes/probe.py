@@ -61,7 +61,8 @@ class Subject:
         gradient_squares: () -> sum of squares of the reduced gradient of each sublayer's parameters [sites].
         last_out_square: () -> the same of the output matrix of the last feed-forward sublayer, a 0-d tensor.
         streams_between: inputs -> for each side, the first stream before its first block and after every one.
-        loss: inputs, targets and a block to pass over (None: none) -> held-out loss per target, a 0-d tensor.
+        loss: inputs, targets and a block to pass over (None: none) -> held-out loss summed over the targets, and
+            their number, 0-d tensors.
         see_norms: inputs, and what is called with every norm's input, in the order norms run: eagerly, in evaluation
             mode and without gradients, whatever training runs on.
         parameters: what is trained.
@@ -83,7 +84,7 @@ class Subject:
     gradient_squares: Callable[[], Tensor]
     last_out_square: Callable[[], Tensor] | None = None
     streams_between: Callable[[Mapping[str, Tensor]], list[list[Tensor]]] | None = None
-    loss: Callable[[Mapping[str, Tensor], Tensor, int | None], Tensor] | None = None
+    loss: Callable[[Mapping[str, Tensor], Tensor, int | None], tuple[Tensor, Tensor]] | None = None
     see_norms: Callable[[Mapping[str, Tensor], SeeNorm], None] | None = None
     parameters: Parameters | None = None
     combined: Reduction = "first"

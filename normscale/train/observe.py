@@ -40,11 +40,11 @@ def subject_of(engine: Engine) -> Subject:
         encoder = seen[: model.depth.N + 1] if model.depth.N else []
         return [side for side in (encoder, seen[len(encoder) :]) if side]
 
-    def loss(inputs: Mapping[str, Tensor], targets: Tensor, skip: int | None) -> Tensor:
+    def loss(inputs: Mapping[str, Tensor], targets: Tensor, skip: int | None) -> tuple[Tensor, Tensor]:
         with engine.aside() as quiet:
             with passing():
                 logits = quiet(**inputs, skip=skip)
-            return summed_loss(logits, targets) / (targets != IGNORE).sum()
+            return summed_loss(logits, targets), (targets != IGNORE).sum()
 
     def see_norms(inputs: Mapping[str, Tensor], see: SeeNorm) -> None:
         with _norms_seen(model, see), _eager(model), engine.aside() as quiet, passing():

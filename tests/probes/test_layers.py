@@ -19,7 +19,7 @@ TOKENS = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(5)
 
 def batches() -> list[tuple[dict[str, Tensor], Tensor]]:
     targets = TOKENS[:, 1:].clone()
-    targets[0, :3] = IGNORE
+    targets[0, :] = targets[1, :5] = IGNORE  # few, beside those of the second batch
     return [({"tokens_BT": TOKENS[:2, :-1]}, targets[:2]), ({"tokens_BT": TOKENS[2:, :-1]}, targets[2:])]
 
 
@@ -42,8 +42,9 @@ def test_angle_and_removal_are_those_of_the_trained_blocks(scheme: str) -> None:
         angles = [float(torch.arccos(cosine).mean()) / np.pi for cosine in cosines]
 
         def loss() -> float:
-            losses = [summed_loss(model(x["tokens_BT"]), y) / (y != IGNORE).sum() for x, y in batches()]
-            return float(torch.stack(losses).double().mean())
+            pairs = [(model(x["tokens_BT"]), y) for x, y in batches()]
+            logits, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))  # as of one batch
+            return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
         whole, without = loss(), []
         for i in range(3):
@@ -82,7 +83,7 @@ def measured(blocks: int, losses: dict[int | None, float]) -> dict[str, np.ndarr
     probe.attach(
         subject(
             streams_between=lambda inputs: [[turned[i % 2] for i in range(blocks + 1)]],
-            loss=lambda inputs, targets, skip: torch.tensor(losses.get(skip, 5.0)),
+            loss=lambda inputs, targets, skip: (4 * torch.tensor(losses.get(skip, 5.0)), torch.tensor(4)),
         )
     )
     probe.after_step(1)
