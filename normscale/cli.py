@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     translate = commands.add_parser("translate", help="translate with a trained run, and score it", allow_abbrev=False)
     translate.add_argument("run", metavar="RUN", help=f"{names}; it needs a checkpoint")
     translate.add_argument("--sentences", type=whole, default=1000, help="held-out lines to translate (default 1000)")
-    translate.add_argument("--beam", type=whole, default=5, help="sequences the search follows (default 5; 1: greedy)")
+    translate.add_argument("--beam", type=whole, default=5, help="sequences the search follows (default 5)")
     power = "a sequence counts by its log-probability over its length to this power (default 1)"
     translate.add_argument("--penalty", type=number, default=1.0, help=power)
     translate.add_argument("--checkpoint", type=whole, metavar="STEP", help="that of this step (default: the newest)")

@@ -64,7 +64,7 @@ class TranslationConfig(Section):
     """Held-out lines that are translated at the end, by beam search, and scored by BLEU."""
 
     sentences: Annotated[CountOrZero, says("translation only: held-out lines translated at the end; 0: none")] = 0
-    beam: Annotated[Beam, says("sequences that the search follows; 1: greedy")] = 5
+    beam: Annotated[Beam, says("sequences that the search follows; even 1 goes on past a likely end")] = 5
     penalty: Annotated[Penalty, says("log-probabilities are taken over the length to this power")] = 1.0
 
     @model_validator(mode="after")

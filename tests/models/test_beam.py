@@ -2,10 +2,13 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 
+from normscale.config.probes import TranslationConfig
 from normscale.config.schema import ModelConfig
 from normscale.models.beam import Search, best
 from normscale.models.builder import build
@@ -61,6 +64,38 @@ def test_greedy_takes_the_likeliest_token_each_time() -> None:
         said.append(token)
     found = best(model, source, None, Search(1, 0.0, BEGIN, END, (BEGIN, PAD)))[0]
     assert found == said[: len(found)]  # an end is also weighed against going on
+
+
+class Told:
+    """A model whose next token has the probabilities that a function gives to what is said so far."""
+
+    context = 12
+
+    def __init__(self, after: Callable[[list[int]], dict[int, float]]) -> None:
+        self.after = after
+
+    def encode(self, source_BS: torch.Tensor, keep_BS: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(len(source_BS), 1, 1)
+
+    def features(self, said_BT: torch.Tensor, **_: object) -> torch.Tensor:
+        logits = torch.full((len(said_BT), 1, VOCAB), -20.0)
+        for row, said in zip(logits, said_BT.tolist(), strict=True):
+            for token, probability in self.after(said[1:]).items():
+                row[0, token] = math.log(probability)
+        return logits
+
+    def head(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+def test_a_single_sequence_goes_on_past_a_likely_end_which_greedy_search_does_not() -> None:
+    def after(said: list[int]) -> dict[int, float]:
+        return {END: 0.6, 0: 0.4} if not said else {1: 1.0} if len(said) < 9 else {END: 1.0}
+
+    model, source = cast(Transformer, Told(after)), torch.tensor([[0]])
+    assert best(model, source, None, Search(1, 1.0, BEGIN, END)) == [[0] + [1] * 8]  # log(0.4) / 10 > log(0.6)
+    assert best(model, source, None, Search(1, 0.0, BEGIN, END)) == [[]]
+    assert "goes on past a likely end" in str(TranslationConfig.model_fields["beam"])
 
 
 def test_sources_do_not_see_each_other_and_padding_is_not_read() -> None:
