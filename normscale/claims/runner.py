@@ -6,7 +6,6 @@ waited for by the other.
 """
 
 import math
-import os
 import shlex
 import signal
 import sys
@@ -26,7 +25,7 @@ from normscale.claims.plans import Plan, Work, jobs_of, plans_of, runs_of, take_
 from normscale.claims.progress import RunsProgress, time_left
 from normscale.claims.report import Written, readable, writable, write_report
 from normscale.claims.waiting import wait_for_others
-from normscale.claims.workers import Job, Pool, cores
+from normscale.claims.workers import Job, Pool, cores, environment
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig, TrackingConfig
 from normscale.errors import BadInput
@@ -371,17 +370,13 @@ class _Sink:
 
 @contextmanager
 def devices(profile: ProfileName) -> Iterator[None]:
-    """Hides GPUs from the profiles that are for a CPU, in this process and in its workers."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if profile not in GPU_PROFILES:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
+    """Hides GPUs from the profiles that are for a CPU, in this process and in its workers.
+
+    A process that has asked PyTorch for GPUs before keeps its answer, and heeds ACCELERATE_USE_CPU alone.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    with environment(**hidden if profile not in GPU_PROFILES else {}):
         yield
-    finally:
-        if before is None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class Pool:
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_work, args=(theirs, self._entry), daemon=True)
-        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+        with environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
             process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -271,7 +271,8 @@ def _held(config: RunConfig | MeasureConfig, message: str) -> bool:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
+    """Sets variables of the environment for the block."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from normscale.claims import runner
 from normscale.claims.manifest import manifest_path
@@ -16,6 +17,7 @@ from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, StoreError
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.reader import read_run
+from normscale.train.engines.ranks import device_kind
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -176,10 +178,13 @@ def test_the_last_line_names_the_command_that_opens_the_store(
 
 def test_gpus_are_hidden_from_the_cpu_profile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as this process was told before
     with runner.devices("cpu"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert device_kind() == "cpu"
     with runner.devices("gpu"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+        assert device_kind() == "cuda"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 

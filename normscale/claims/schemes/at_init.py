@@ -18,6 +18,7 @@ from normscale.claims.fit import Line, power_law
 from normscale.claims.manifest import record_of
 from normscale.claims.progress import time_left
 from normscale.claims.protocol import MODEL, UPDATE
+from normscale.claims.runner import devices
 from normscale.claims.workers import Job, Pool, cores
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
@@ -113,6 +114,7 @@ def config_of(scheme: str, blocks: int, optimizer: Optimizer, runs: Path) -> Run
     )
 
 
+@devices("cpu")  # a worker for each core, of which each would hold a context on the GPU
 def measure(
     schemes: Sequence[str], runs: Path, depths: Sequence[int] = DEPTHS, take: Take | None = None
 ) -> list[Measured]:

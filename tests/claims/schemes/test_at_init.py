@@ -1,13 +1,16 @@
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from normscale.claims.schemes import at_init
 from normscale.claims.workers import Job
 from normscale.config.schema import RunConfig
 from normscale.errors import ConfigError, StoreError
+from normscale.train.identity import identity
 from normscale.train.run import run
 
 DEPTHS = (2, 4)
@@ -46,6 +49,19 @@ def test_signal_gradient_and_update_are_those_of_theory(measured: tuple[Path, li
         slope = post.update_slope(optimizer)
         assert slope is not None
         assert slope.slope.value == pytest.approx(np.log2(update["post"] / post.at[0].update[optimizer]))
+
+
+def test_it_is_measured_on_the_cpu_whatever_gpus_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+    def look(configs: Mapping[str, RunConfig]) -> Mapping[str, str]:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # in which workers start
+        assert {identity(config)["device"] for config in configs.values()} == {"cpu"}
+        return dict.fromkeys(configs, "left out")
+
+    (found,) = at_init.measure(["pre"], tmp_path, (2,), look)
+    assert len(found.lost) == 2
 
 
 def test_what_was_measured_is_not_measured_again(measured: tuple[Path, list[at_init.Measured]]) -> None:
