@@ -180,7 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     surveyed = "first train all of them under one protocol, by depth and precision, and under a rate that rises"
     schemes.add_argument("--survey", action="store_true", help=surveyed)
     schemes.add_argument("--profile", choices=("cpu", "gpu"), help="with --survey: one seed in fp32 and bf16, or three")
-    schemes.add_argument("--hours", type=number, metavar="H", help="with --survey: no run begins after (default 0.25)")
+    schemes.add_argument(
+        "--hours", type=number, metavar="H", help="with --survey: no run begins that would end after (default 0.25)"
+    )
     schemes.add_argument(
         "--publish", action="store_true", help="also write the survey's records to experiments/results"
     )

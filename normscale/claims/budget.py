@@ -6,7 +6,7 @@ least; a claim is never cut below its floor, since it could not be judged. Runs 
 keeps, cost nothing, so nothing is saved by leaving them out.
 """
 
-from collections import Counter
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -81,31 +81,37 @@ def said(share: Share, budget: str) -> list[str]:
 
 
 class _Purse:
-    """The runs that are paid for, with the number of claims that keep each."""
+    """What is paid for: the runs that claims keep, in the order of the claims, each claim's dearest first."""
 
     def __init__(self, shares: Sequence[Share], costs: Mapping[str, float], budget_s: float, workers: int) -> None:
-        self.costs, self.budget_s, self.workers = costs, budget_s, workers
-        self.keepers = Counter(run for share in shares for run in {run for _, run in share.kept})
+        self.shares, self.costs, self.budget_s, self.workers = shares, costs, budget_s, workers
 
     def over(self) -> bool:
-        """Returns whether it is too much; the longest run bounds the time, however many workers there are."""
-        left = [self.costs.get(run, 0.0) for run, keepers in self.keepers.items() if keepers]
-        return max([sum(left) / self.workers, *left], default=0.0) > self.budget_s
+        """Returns whether it is too much for workers that each take the next run when they have ended one."""
+        kept: list[dict[str, float]] = []
+        seen: set[str] = set()
+        for share in self.shares:
+            kept.append({run: self.costs[run] for _, run in share.kept if run in self.costs and run not in seen})
+            seen |= kept[-1].keys()
+        if sum(sum(own.values()) for own in kept) > self.budget_s * self.workers:
+            return True
+        ends = [0.0] * self.workers  # a heap
+        for own in kept:
+            for cost in sorted(own.values(), reverse=True):
+                heapq.heapreplace(ends, ends[0] + cost)
+        return max(ends) > self.budget_s
 
     def drop(self, share: Share, step: Step, cells: Cells) -> None:
         for cell, run in cells:
             share.kept.remove((cell, run))
             share.left_out.append((cell, run, step))
-            self.keepers[run] -= 1
 
     def take_back(self, share: Share, cells: Cells) -> None:
-        self.keepers.update(run for _, run in cells)
+        share.kept += cells
         if self.over():
-            self.keepers.subtract(run for _, run in cells)
+            del share.kept[-len(cells) :]
             return
-        for cell, run in cells:
-            share.left_out = [item for item in share.left_out if item[:2] != (cell, run)]
-            share.kept.append((cell, run))
+        share.left_out = [item for item in share.left_out if item[:2] not in cells]
 
 
 def _drops(share: Share, step: Step, purse: _Purse) -> list[tuple[Share, Step, Cells]]:

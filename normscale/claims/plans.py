@@ -95,9 +95,18 @@ def jobs_of(plans: Sequence[Plan], runs: Path, part: Part | None = None) -> tupl
 
 
 def within(
-    plans: Sequence[Plan], jobs: Sequence[Job], profile: ProfileName, cost: Cost, hours: float, workers: int
+    plans: Sequence[Plan],
+    jobs: Sequence[Job],
+    profile: ProfileName,
+    cost: Cost,
+    hours: float,
+    workers: int,
+    gone_s: float = 0.0,
 ) -> tuple[list[Plan], list[Job], list[str]]:
-    """Returns what hours pay for, plans and jobs in the order in which they are run, and lines that say so."""
+    """Returns what hours pay for, plans and jobs in the order in which they are run, and lines that say so.
+
+    `gone_s` are the seconds of them that are over already.
+    """
     costs = {job.run_id: cost.of(job.config) for job in jobs}
     asked = [(plan.claim, plan.cells) for plan in plans]
     budget = f"a budget of {hours:g} hours"
@@ -105,7 +114,7 @@ def within(
     cut: list[Plan] = []
     ranks: dict[str, int] = {}
     lines = [f"within {budget}, what tells most a minute first:"]
-    for rank, share in enumerate(divide(asked, profile, costs, 3600 * hours, workers)):
+    for rank, share in enumerate(divide(asked, profile, costs, 3600 * hours - gone_s, workers)):
         plan, kept = by_id[share.claim.id], {run for _, run in share.kept}
         ordered = [(cell, run) for cell, run in plan.cells if run in kept]
         configs = {run: config for run, config in plan.configs.items() if run in kept}

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from normscale.claims.workers import Job
+from normscale.claims.workers import Job, speed_of
 from normscale.progress import QUIET_S, duration
 
 LIVELY_S = 0.5
-PRIOR = 0.05  # the share of the work that the estimate weighs beside the speed seen so far, so that no time jumps
 
 
 def time_left(jobs: Sequence[Job], workers: int, speed: float = 1.0) -> float:
@@ -57,8 +56,7 @@ class RunsProgress:
         """Returns e.g. `12/40 runs  31 %  1:10 gone  2:30 left  L0100 post s0 60 %, ...`."""
         elapsed = self._clock() - self._begun
         worked = sum(job.cost * job.share for job in self._jobs)
-        prior = PRIOR * self._total
-        speed = (prior + worked) / (prior + elapsed * min(self._workers, len(self._jobs)))
+        speed = speed_of(self._jobs, self._workers, elapsed)
         done = sum(job.outcome is not None for job in self._jobs)
         left = duration(time_left(self._jobs, self._workers, speed))
         now = ", ".join(f"{job.name} {job.share:.0%}" for job in running)

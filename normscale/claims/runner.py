@@ -60,8 +60,8 @@ def run_claims(
     With `part`, its share of the runs alone: no verdict, no report, nothing sent to MLflow. When every part has ended,
     a start without one finds their runs done, and judges; `then_judge` waits for the other parts and does so.
 
-    With `hours`, as many of the runs as they pay for, the claims that tell most a minute first (see `budget`); when
-    they are over, no further run begins. A start with the same hours again goes on.
+    With `hours`, as many of the runs as they pay for, the claims that tell most a minute first (see `budget`); no
+    run begins that would not end within them. A start with the same hours again goes on.
 
     What the results say does not change the code: a refuted claim is a success. The report also shows the other
     claims of the checkout, from what is stored of them, but a smoke report does not.
@@ -236,7 +236,8 @@ def _train(
     hours: float | None = None,
 ) -> tuple[list[Plan], list[Job]]:
     """Brings every run of the claims, of the part, or within the hours, to its end, as far as it has one."""
-    until = None if hours is None else time.monotonic() + 3600 * hours
+    began = time.monotonic()
+    until = None if hours is None else began + 3600 * hours
     cells = sum(len(own) for _, own in configs)
     size = min(workers or at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
@@ -250,7 +251,7 @@ def _train(
             cost = from_finished(runs, device, enough=ENOUGH) or _trial(pool, jobs, device) if jobs else None
             shared: list[str] = []
             if hours is not None and cost is not None:
-                plans, jobs, shared = within(plans, jobs, profile, cost, hours, pool.size)
+                plans, jobs, shared = within(plans, jobs, profile, cost, hours, pool.size, time.monotonic() - began)
                 for plan in plans:
                     _note(plan, profile, runs)
             print("\n".join([*_price(plans, jobs, done, cost, pool.size), *shared]), flush=True)

@@ -6,6 +6,7 @@ lock that others wait for, and its end is seen at once.
 """
 
 import importlib
+import math
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,7 @@ Outcome = Literal["done", "failed", "lost"]
 
 TRAIN = "normscale.train.run:run"
 MEASURE = "normscale.measures.run:run"
+PRIOR = 0.05  # the share of the work that the estimate weighs beside the speed seen so far, so that no time jumps
 MESSAGE_S = 0.3  # a worker reports its step this often at most
 HELD_S = 2.0  # a run that another process holds is tried again after this
 
@@ -91,16 +93,22 @@ class Pool:
     ) -> None:
         """Runs all jobs; `tell` is called with every job that ended, and with None a few times a second.
 
-        At `until` (of time.monotonic) those that run are let end, and no other begins: those have no outcome.
+        None begins that would not end by `until` (of time.monotonic), as its cost and the speed so far have it: those
+        have no outcome. One that takes longer than that is let end.
         """
-        waiting = sorted(jobs, key=_turn)
+        waiting, began = sorted(jobs, key=_turn), time.monotonic()
         while waiting or self.running:
-            if until is not None and time.monotonic() >= until:
-                waiting.clear()
+            most = math.inf
+            if until is not None:
+                now = time.monotonic()
+                # No run is trusted to be shorter than its estimate because others broke off, which looks like speed.
+                most = (until - now) * min(1.0, speed_of(jobs, self.size, now - began))
             for worker in self._workers:
-                if worker.job is None and (job := _next(waiting)):
+                if worker.job is None and (job := _next(waiting, most)):
                     waiting.remove(job)
                     self._give(worker, job)
+            if not self.running and all(job.cost > most for job in waiting):
+                return
             for worker in self._ready():
                 job = worker.job
                 if self._hear(worker, waiting) and job:
@@ -194,13 +202,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def speed_of(jobs: Sequence[Job], workers: int, elapsed: float) -> float:
+    """Returns the estimated seconds of work that one worker has done in a real one, after `elapsed` of them."""
+    prior = PRIOR * sum(job.cost for job in jobs) or 1.0
+    return (prior + sum(job.cost * job.share for job in jobs)) / (prior + elapsed * min(workers, len(jobs)))
+
+
 def _turn(job: Job) -> tuple[int, float]:
     return job.rank, -job.cost
 
 
-def _next(waiting: list[Job]) -> Job | None:
+def _next(waiting: list[Job], most: float) -> Job | None:
+    """Returns the first that may begin now and costs `most` at the most."""
     now = time.monotonic()
-    return next((job for job in waiting if job.not_before <= now), None)
+    return next((job for job in waiting if job.not_before <= now and job.cost <= most), None)
 
 
 def _work(pipe: Connection, entry: str) -> None:

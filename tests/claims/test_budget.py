@@ -110,5 +110,13 @@ def test_a_run_that_two_claims_share_is_paid_for_once() -> None:
 
 
 def test_workers_share_the_time_but_not_a_run() -> None:
-    assert shares(claim("a"), budget_s=ALL / 2, workers=2)[0].left_out == []
+    assert shares(claim("a"), budget_s=ALL / 2 + 1, workers=2)[0].left_out == []  # 48 s of one, 46 s of the other
     assert shares(claim("a"), budget_s=11, workers=100)[0].kept == []  # one run alone takes 12
+
+
+def test_a_long_run_whose_claim_comes_last_is_not_taken_to_begin_first() -> None:
+    rich, dull = claim("rich", 9), claim("dull")
+    asked = [(one, [(one.cells("cpu")[i], f"{one.id} {i}") for i in range(n)]) for one, n in ((rich, 2), (dull, 1))]
+    costs = {"rich 0": 1.0, "rich 1": 1.0, "dull 0": 2.0}  # 4 s of work for two, of whom one is idle in the last
+    assert [len(share.kept) for share in divide(asked, "cpu", costs, 3, 2)] == [2, 1]
+    assert [len(share.kept) for share in divide(asked, "cpu", costs, 2.9, 2)] == [1, 1]

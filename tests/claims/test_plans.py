@@ -35,6 +35,13 @@ def test_a_claim_without_its_data_is_left_out_and_the_others_run(
     assert any("elsewhere: 0 of 0 runs; its data cannot be read" in line for line in lines)
 
 
+def test_hours_that_are_over_pay_for_nothing(tmp_path: Path) -> None:
+    plans = plans_of([asked(HERE)])
+    jobs, _ = jobs_of(plans, tmp_path)
+    assert len(within(plans, jobs, "smoke", Cost(), hours=1, workers=1, gone_s=3000)[1]) == 2
+    assert within(plans, jobs, "smoke", Cost(), hours=1, workers=1, gone_s=3600)[1] == []
+
+
 def test_the_only_claim_without_its_data_is_an_error() -> None:
     with pytest.raises(DataError, match="nowhere/at/all"):
         plans_of([asked(ELSEWHERE)])

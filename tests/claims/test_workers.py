@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from normscale.claims import workers
-from normscale.claims.workers import Job, Pool
+from normscale.claims.workers import Job, Pool, speed_of
 from normscale.config.schema import RunConfig, TrackingConfig
 
 FAKE = """
@@ -88,6 +88,21 @@ def test_a_rank_comes_before_the_cost_and_after_the_time_nothing_begins(
     late = job("d", tmp_path)
     one.run([late], until=time.monotonic())
     assert (late.outcome, len(log(tmp_path))) == (None, 3)
+
+
+def test_a_run_that_would_not_end_in_time_does_not_begin(tmp_path: Path, pool: Callable[[int], Pool]) -> None:
+    jobs = [job("long", tmp_path, 300), job("a", tmp_path, 0.1), job("b", tmp_path, 0.1)]
+    began = time.monotonic()
+    pool(1).run(jobs, until=began + 200)
+    assert [one.outcome for one in jobs] == [None, "done", "done"]
+    assert time.monotonic() - began < 100  # nor is it waited for
+
+
+def test_a_machine_slower_than_its_estimate_begins_less() -> None:
+    jobs = [Job("", name, RunConfig(), 100) for name in "abc"]
+    assert speed_of(jobs, 2, 0) == 1
+    jobs[0].share = jobs[1].share = 0.5
+    assert speed_of(jobs, 2, 200) == pytest.approx((15 + 100) / (15 + 400))
 
 
 def test_two_workers_share_the_queue(tmp_path: Path, pool: Callable[[int], Pool]) -> None:

@@ -18,7 +18,7 @@ from normscale.schemes import scheme_names
 START_UP_S = 10.0  # until the workers have imported torch; empirical
 
 Bring = Callable[[Sequence[Job], int, float], None]
-"""Brings jobs to their ends, so many at a time; none begins after a time of `time.monotonic()`."""
+"""Brings jobs to their ends, so many at a time; none begins that would end after a time of `time.monotonic()`."""
 
 
 def in_workers(jobs: Sequence[Job], workers: int, until: float) -> None:
@@ -36,7 +36,7 @@ def train(
 ) -> list[str]:
     """Brings the survey's runs of these schemes to their ends; returns a line for each that failed.
 
-    No run begins after `budget_h` hours; the same start again goes on.
+    No run begins that would end after `budget_h` hours; the same start again goes on.
 
     Raises:
         StoreError: the folder of runs cannot be written.
@@ -60,7 +60,9 @@ def train(
             job.name = job.config.name or job.name  # which says which part of the survey it is of
         print(f"survey of schemes: {len(jobs)} runs to do, {done} done already; {_price(jobs, cost, workers)}")
         print(
-            f"none begins after {budget_h:g} hours; Ctrl-C keeps what is done, and the same command goes on", flush=True
+            f"none begins that would not end within {budget_h:g} hours; Ctrl-C keeps what is done, and the same command"
+            " goes on",
+            flush=True,
         )
         try:
             bring(jobs, workers, until)
@@ -68,8 +70,10 @@ def train(
             ended = done + sum(job.outcome == "done" for job in jobs)
             kept = f"{ended} of {len(asked)} runs are finished and kept; the same command goes on with the others"
             raise KeyboardInterrupt(kept) from None
-    if late := sum(job.outcome is None for job in jobs):
-        print(f"survey of schemes: the time was up before {late} runs; the same command goes on with them", flush=True)
+    if late := [job.cost for job in jobs if job.outcome is None]:
+        enough = max(late) <= 3600 * budget_h
+        mend = "the same command goes on with them" if enough else f"one takes {duration(max(late))}; give more --hours"
+        print(f"survey of schemes: the time was up before {len(late)} runs; {mend}", flush=True)
     return [f"{job.name}: {job.note}" for job in jobs if job.outcome not in ("done", None)]
 
 

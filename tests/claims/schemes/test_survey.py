@@ -154,6 +154,8 @@ def test_the_survey_trains_what_it_lacks_the_deepest_last(tmp_path: Path, capsys
             assert isinstance(job.config, RunConfig)
             job.outcome = "done" if run(job.config).run_id == job.run_id else "failed"
 
+    assert training.train(["pre"], tmp_path, "cpu", 1e-6, lambda *_: None) == []
+    assert "the time was up before 5 runs; one takes 0:00; give more --hours" in capsys.readouterr().out
     assert training.train(["pre"], tmp_path, "cpu", 1.0, first_three) == []
     said = capsys.readouterr().out
     assert "survey of schemes: 5 runs to do, 0 done already; about 0:1" in said
