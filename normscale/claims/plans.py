@@ -51,11 +51,11 @@ def plan_of(claim: Claim, configs: list[tuple[Cell, Work]]) -> Plan:
     return plan
 
 
-def plans_of(configs: Sequence[tuple[Claim, list[tuple[Cell, Work]]]]) -> list[Plan]:
+def plans_of(configs: Sequence[tuple[Claim, list[tuple[Cell, Work]]]], part: Part | None = None) -> list[Plan]:
     """Returns the plan of each claim; one of several whose data is not here is left out, and said to be.
 
     Raises:
-        DataError: the data of the only claim cannot be read.
+        DataError: the data of the only claim cannot be read; or of any, where each machine takes a part of the runs.
     """
     plans = []
     for claim, own in configs:
@@ -64,6 +64,9 @@ def plans_of(configs: Sequence[tuple[Claim, list[tuple[Cell, Work]]]]) -> list[P
         except DataError as error:
             if len(configs) == 1:
                 raise
+            if part is not None:  # a machine that has the data would cut other parts, and runs would be in none
+                mend = "put it on every machine that has a part, or name the other claims alone"
+                raise DataError(f"{error} (claim {claim.id}; {mend})") from None
             print(f"normscale: {claim.id} is left out: {error}", file=sys.stderr, flush=True)
             plans.append(Plan(claim, left_out=(f"its data cannot be read: {error}",)))
     return plans

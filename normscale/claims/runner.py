@@ -84,7 +84,7 @@ def run_claims(
         if code != 0 or not then_judge:
             return code
         with devices(profile), sigterm():
-            plans = plans_of(configs)
+            plans = plans_of(configs, part)
             wait_for_others(runs, asked, profile, lambda: len(jobs_of(plans, runs)[0]))
     refuse_while_leased(runs, asked, profile)
     if profile == "smoke":  # reports/latest keeps its verdicts
@@ -165,7 +165,7 @@ def planned(
     for claim in claims:
         configs.append((claim, [(cell, work_config(claim, cell, str(runs), None)) for cell in claim.cells(profile)]))
     with devices(profile):
-        plans = plans_of(configs)
+        plans = plans_of(configs, part)
         jobs, done = jobs_of(plans, runs, part)
         cost = from_finished(runs, device_of(profile)) or (Cost() if device_of(profile) == "cpu" else None)
         shared: list[str] = []
@@ -241,7 +241,7 @@ def _train(
     cells = sum(len(own) for _, own in configs)
     size = min(workers or at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
-        plans = plans_of(configs)
+        plans = plans_of(configs, part)
         jobs, done = jobs_of(plans, runs, part)
         for plan in plans if hours is None else []:
             if part is None or cells_of(runs, plan.claim.id, profile) != plan.cells:  # parts leave a verdict alone

@@ -9,6 +9,7 @@ import pytest
 from normscale.claims.claim import Cell, Claim, ProfileName, work_config
 from normscale.claims.cost import Cost
 from normscale.claims.discover import list_claims
+from normscale.claims.parts import Part
 from normscale.claims.plans import Work, jobs_of, plans_of, within
 from normscale.errors import BadInput, DataError
 
@@ -45,6 +46,13 @@ def test_hours_that_are_over_pay_for_nothing(tmp_path: Path) -> None:
 def test_the_only_claim_without_its_data_is_an_error() -> None:
     with pytest.raises(DataError, match="nowhere/at/all"):
         plans_of([asked(ELSEWHERE)])
+
+
+def test_parts_are_cut_from_all_runs_or_not_at_all() -> None:
+    with pytest.raises(
+        DataError, match=r"^data\.source: .*nowhere/at/all.* \(claim elsewhere; put it on every machine"
+    ):
+        plans_of([asked(ELSEWHERE), asked(HERE)], Part(2, 2))
 
 
 @pytest.mark.parametrize(
