@@ -2,9 +2,9 @@
 
 Part I of N takes every N-th run, the dearest first, whatever is done already: so parts never meet at a run, and need no
 lock for it. That two machines do not work on the same part, or on differently cut ones, a lease sees to: a file in the
-shared folder that whoever works on a part touches every few seconds. It relies on what any shared file system has, NFS
-included: creating a file fails where it is there, a rename is whole, and times of files come from one clock. Locks
-(flock) are not relied on: on some shared folders each machine has its own.
+shared folder that whoever works on a part touches every few seconds, and that says what it is cut from. It relies on
+what any shared file system has, NFS included: creating a file fails where it is there, a rename is whole, and times of
+files come from one clock. Locks (flock) are not relied on: on some shared folders each machine has its own.
 """
 
 import json
@@ -12,16 +12,17 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from normscale.claims.cost import Cost
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, StoreError
 from normscale.measures.config import MeasureConfig
+from normscale.tracking.files import write_whole
 
 FOLDER = "claims/parts"
 BEAT_S = 5.0
@@ -76,7 +77,7 @@ def leased(runs: Path, ids: Iterable[str], profile: str, part: Part) -> Iterator
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for claim in ids:
-                mine = folder / f"{claim}-{profile}-{part.number}-of-{part.of}.json"
+                mine = _lease(runs, claim, profile, part)
                 _take(mine)
                 held.append(mine)
                 _refuse_others(runs, claim, profile, part)
@@ -92,6 +93,37 @@ def leased(runs: Path, ids: Iterable[str], profile: str, part: Part) -> Iterator
             with suppress(OSError):
                 if _who(path) == _we():
                     path.unlink()
+
+
+def agree(runs: Path, ids: Iterable[str], profile: str, part: Part, cut: Mapping[str, str]) -> None:
+    """Says in the leases of a part what it is cut from, and refuses it where another part at work is of other runs.
+
+    `cut` is that of `cut_of`: a digest of all `runs`, and what may be the cause where they differ. Runs
+    are named by all that their numbers depend on, the machine's kind included: parts cut from others leave some out.
+
+    Raises:
+        BadInput: another part is cut from other runs; the message says in what the two differ.
+        StoreError: the folder cannot be written.
+    """
+    try:
+        for claim in ids:
+            mine = _lease(runs, claim, profile, part)
+            if _who(mine) == _we():
+                write_whole(mine, json.dumps([*_we(), dict(cut)]))
+            for other, holder in _held(runs, claim, profile):
+                theirs = _cut(_lease(runs, claim, profile, other)) or cut
+                if theirs.get("runs") == cut["runs"]:
+                    continue
+                keys = [key for key in cut if theirs.get(key) != cut[key]]
+                differ = ", ".join(f"{key} {cut[key]} here and {theirs.get(key)} there" for key in keys)
+                raise BadInput(
+                    f"claim {claim}: {holder} has cut part {other} from other runs than these: {differ}; start all"
+                    " parts with the same words, sources and data, on machines of one kind"
+                )
+    except OSError as error:
+        raise StoreError(
+            f"{runs / FOLDER}: cannot be written ({error.strerror}); choose another folder for the runs"
+        ) from None
 
 
 def refuse_while_leased(runs: Path, ids: Iterable[str], profile: str) -> None:
@@ -116,6 +148,10 @@ def _refuse_others(runs: Path, claim: str, profile: str, part: Part | None) -> N
             continue
         wish = "wait for it" if part is None else f"wait for it, or cut it as that: --part I/{other.of}"
         raise BadInput(f"claim {claim}: {holder} works on part {other} of its runs; {wish}")
+
+
+def _lease(runs: Path, claim: str, profile: str, part: Part) -> Path:
+    return runs / FOLDER / f"{claim}-{profile}-{part.number}-of-{part.of}.json"
 
 
 def _held(runs: Path, claim: str, profile: str) -> Iterator[tuple[Part, str]]:
@@ -170,12 +206,25 @@ def _we() -> list[str]:
 
 def _who(path: Path) -> list[str] | None:
     """Returns host and process that a lease names."""
+    found = _read(path)[:2]
+    return found if len(found) == 2 and all(isinstance(word, str) for word in found) else None
+
+
+def _cut(path: Path) -> dict[str, str] | None:
+    """Returns what the holder of a lease has cut its part from; None where it has not said so yet, or is gone."""
+    try:
+        found = _read(path)[2:]
+    except FileNotFoundError:
+        return None
+    return found[0] if found and isinstance(found[0], dict) else None
+
+
+def _read(path: Path) -> list[Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        return None
-    good = isinstance(found, list) and len(found) == 2 and all(isinstance(word, str) for word in found)
-    return found if good else None
+        return []
+    return found if isinstance(found, list) else []
 
 
 def _now(folder: Path) -> float:

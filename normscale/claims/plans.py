@@ -1,5 +1,6 @@
 """What a start of claims has to do: the cells of each claim, their runs, those still to be done, what hours pay for."""
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,23 @@ def runs_of(plans: Sequence[Plan], part: Part | None) -> dict[str, Work]:
         runs |= {run_id: config for run_id, config in plan.configs.items() if run_id not in runs}
     mine = runs if part is None else part.share(list(runs.items()))
     return {run_id: runs[run_id] for run_id in mine}
+
+
+def cut_of(plans: Sequence[Plan]) -> dict[str, str]:
+    """Returns what parts are cut from, in words that are alike on machines whose parts leave no run out."""
+    import torch
+
+    from normscale.train.engines.ranks import device_kind
+    from normscale.train.identity import sources_hash
+
+    cuda = device_kind() == "cuda"
+    return {
+        "claims": " ".join(plan.claim.id for plan in plans),
+        "sources": sources_hash(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else f"a CPU with {torch.backends.cpu.get_cpu_capability()}",
+        "runs": hashlib.sha256("\n".join(runs_of(plans, None)).encode()).hexdigest()[:10],
+    }
 
 
 def jobs_of(plans: Sequence[Plan], runs: Path, part: Part | None = None) -> tuple[list[Job], int]:

@@ -20,8 +20,8 @@ from normscale.claims.claim import Cell, Claim, ProfileName, work_config
 from normscale.claims.cost import ENOUGH, Cost, Device, fitted, from_finished, hours
 from normscale.claims.discover import experiments_folder, list_claims, select
 from normscale.claims.manifest import cells_of, outcomes_of, write_manifest
-from normscale.claims.parts import Part, leased, refuse_while_leased
-from normscale.claims.plans import Plan, Work, jobs_of, plans_of, runs_of, take_out_late, within
+from normscale.claims.parts import Part, agree, leased, refuse_while_leased
+from normscale.claims.plans import Plan, Work, cut_of, jobs_of, plans_of, runs_of, take_out_late, within
 from normscale.claims.progress import RunsProgress, time_left
 from normscale.claims.report import Written, readable, writable, write_report
 from normscale.claims.waiting import wait_for_others
@@ -242,6 +242,8 @@ def _train(
     size = min(workers or at_a_time(profile), cells if part is None else -(-cells // part.of))
     with Pool(size) as pool:  # the workers import torch while this process finds the runs
         plans = plans_of(configs, part)
+        if part is not None:
+            agree(runs, [claim.id for claim, _ in configs], profile, part, cut_of(plans))
         jobs, done = jobs_of(plans, runs, part)
         for plan in plans if hours is None else []:
             if part is None or cells_of(runs, plan.claim.id, profile) != plan.cells:  # parts leave a verdict alone

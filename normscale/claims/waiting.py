@@ -34,7 +34,8 @@ def wait_for_others(
         elif now - seen > patience_s:
             raise RunFailed(
                 f"{missing()} runs of {', '.join(ids)} have no end, and nobody has worked on them for {patience_s:.0f}"
-                " s; start the parts that are missing, and then this one again, which judges"
+                " s; start the parts that are missing on a machine of this one's kind (CPU, GPU, PyTorch), and then"
+                " this one again, which judges"
             )
         if not said:
             print(f"waiting for the other parts{f' ({holder})' if holder else ''}", flush=True)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from normscale.claims import parts, runner
+from normscale.claims.claim import work_config
 from normscale.claims.manifest import manifest_path
-from normscale.claims.parts import Part, leased, part, refuse_while_leased
+from normscale.claims.parts import Part, agree, leased, part, refuse_while_leased
+from normscale.claims.plans import cut_of
 from normscale.claims.runner import planned, run_claims
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, StoreError
@@ -77,6 +79,29 @@ def test_a_part_is_held_by_one_process_alone(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match=f"^claim a: {who} works on part 1/2 of its runs; wait for it$"):
             refuse_while_leased(tmp_path, ["b", "a"], "cpu")
     refuse_while_leased(tmp_path, ["a"], "cpu")
+    assert list((tmp_path / parts.FOLDER).iterdir()) == []
+
+
+def test_parts_that_are_cut_from_other_runs_are_refused_and_it_is_said_in_what_they_differ(tmp_path: Path) -> None:
+    cut = {"torch": "2.9", "device": "a CPU with AVX512", "runs": "123"}
+    there = cut | {"device": "a CPU with AVX2", "runs": "456"}
+    with leased(tmp_path, ["a"], "cpu", Part(1, 2)), leased(tmp_path, ["b", "a"], "cpu", Part(2, 2)):
+        agree(tmp_path, ["b", "a"], "cpu", Part(2, 2), there)  # the other has not said yet
+        with pytest.raises(
+            BadInput,
+            match=r"^claim a: process \d+ on .* has cut part 2/2 from other runs than these: device a CPU with AVX512"
+            r" here and a CPU with AVX2 there, runs 123 here and 456 there; start all parts with the same words",
+        ):
+            agree(tmp_path, ["a"], "cpu", Part(1, 2), cut)
+        agree(tmp_path, ["b", "a"], "cpu", Part(2, 2), cut | {"torch": "2.8"})  # of which the runs make nothing
+        agree(tmp_path, ["a"], "cpu", Part(1, 2), cut)
+        with (
+            pytest.raises(BadInput, match=r"^--part 2/2: process \d+ on .* works on it"),
+            leased(  # it holds it still
+                tmp_path, ["a"], "cpu", Part(2, 2)
+            ),
+        ):
+            pass
     assert list((tmp_path / parts.FOLDER).iterdir()) == []
 
 
@@ -176,6 +201,20 @@ def test_parts_train_and_a_start_without_one_judges(
     assert all(read_run(folder).finished for folder in (checkout / "runs").glob("pre-*"))
     assert run("core", part=Part(2, 2)) == 0  # it leaves the verdict alone
     assert read_manifest(manifest_path(checkout / "runs", "two", "cpu")).verdict == verdict
+
+
+def test_a_part_beside_one_of_another_machine_trains_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.Pool, "run", lambda *_: pytest.fail("a run was begun"))
+    plans = runner.plans_of(
+        [(claim, [(cell, work_config(claim, cell, "runs", None)) for cell in claim.cells("cpu")])
+         for claim in runner.list_claims()]
+    )  # fmt: skip
+    cut = cut_of(plans)
+    assert sorted(cut) == ["claims", "device", "runs", "sources", "torch"]
+    with leased(checkout / "runs", ["one", "two"], "cpu", Part(1, 2)):
+        agree(checkout / "runs", ["one", "two"], "cpu", Part(1, 2), cut | {"runs": "others"})
+        with pytest.raises(BadInput, match=f"from other runs than these: runs {cut['runs']} here and others there"):
+            run("core", part=Part(2, 2))
 
 
 def test_a_whole_start_is_refused_while_parts_are_at_work(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
