@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from normscale.claims.claim import Cell, Claim, ProfileName
+from normscale.claims.claim import GPU_PROFILES, Cell, Claim, ProfileName
 
 Cells = list[tuple[Cell, str]]
 """(cell, id of its run)"""
@@ -70,7 +70,10 @@ def said(share: Share, budget: str) -> list[str]:
     if not share.kept:
         runs = len({run for _, run, _ in share.left_out})
         floor = share.floor_s / 60
-        return [f"its floor takes about {floor:.0f} core-minutes, for which {budget} had no room ({runs} runs in all)"]
+        unit = "GPU" if share.profile in GPU_PROFILES else "core"
+        return [
+            f"its floor takes about {floor:.0f} {unit}-minutes, for which {budget} had no room ({runs} runs in all)"
+        ]
     lines = []
     for step, noun in (("seed", "further seeds"), ("cell", "cells")):
         names = [cell.name for cell, _, own in share.left_out if own == step]

@@ -18,6 +18,7 @@ from normscale.errors import BadInput
 from normscale.measures.config import MeasureConfig
 
 ProfileName = Literal["smoke", "cpu", "gpu", "paper"]
+GPU_PROFILES: tuple[ProfileName, ...] = ("gpu", "paper")
 Role = Literal["main", "control", "low-lr", "long", "sweep"]
 Verdict = Literal["supported", "refuted", "inconclusive", "not run"]
 FigureName = Literal["gap", "slopes", "growth", "mixed", "values", "sweep"]

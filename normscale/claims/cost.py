@@ -5,7 +5,7 @@ and runs with other threads than those the estimate is for say nothing of them.
 """
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ START_S = 0.2  # opening the data and the records
 BUILD_S = 0.006  # building one sublayer, empirical
 TRUST = 0.1  # the weight of the default's proportions beside one measured run
 LONG_S = 10.0  # a run of so many seconds counts as one, a shorter one as its share of it
+LEAST = 0.005  # of the default's proportions a fit leaves at least so much, since no work takes no time
 DOUBT = 4.0  # the default counts as so many runs
 ENOUGH = 20.0  # runs after which no trial tells more
 SLOWER = {"bf16": 2.2, "fp16": 1.9, "fp8_e4m3": 2.4, "fp8_e5m2": 2.4}
@@ -81,6 +82,14 @@ class Cost:
         return START_S + BUILD_S * sublayers + steps_of(config) * self.step(config)
 
 
+DEFAULTS: Mapping[Device, Cost] = {
+    "cpu": Cost(),
+    "cuda": Cost(0.003, 0.0005, 1e-11, 1e-14, "the speed of a GPU at large", "cuda"),
+}
+"""What a fit starts from. Those of a GPU are orders of magnitude, not measured: 100 TFLOP/s, and 3 TB/s for a value
+that is read or written some ten times; a core takes as long to launch its kernels as to compute a small sublayer."""
+
+
 def slowness(config: RunConfig, device: Device) -> float:
     """Returns how much longer a step takes than one with fp32 products."""
     return SLOWER.get(config.precision.compute, 1.0) if device == "cpu" else 1.0
@@ -100,11 +109,11 @@ def fitted(points: Sequence[tuple[RunConfig, float]], source: str, device: Devic
     """Returns the cost through the seconds a step of some runs; None without any.
 
     Runs that differ in depth alone cannot tell a sublayer's overhead from its products: what they leave open keeps the
-    proportions of the default, scaled to this machine.
+    proportions of the device's default, scaled to this machine.
     """
     if not points:
         return None
-    default = Cost(device=device)
+    default = DEFAULTS[device]
     seconds = np.array([each for _, each in points])
     scale = float(np.median(seconds / [default.step(config) for config, _ in points]))
     prior = scale * np.array([default.base, default.per_sublayer, default.per_value, default.per_flop])
@@ -117,7 +126,7 @@ def fitted(points: Sequence[tuple[RunConfig, float]], source: str, device: Devic
     left = np.concatenate([measured, TRUST**0.5 * np.eye(4)])
     right = np.concatenate([np.ones(len(points)), TRUST**0.5 * np.ones(4)])
     factors, *_ = np.linalg.lstsq(left, right, rcond=None)
-    base, per_sublayer, per_value, per_flop = (float(x) for x in np.maximum(factors, 0.05) * prior)
+    base, per_sublayer, per_value, per_flop = (float(x) for x in np.maximum(factors, LEAST) * prior)
     return Cost(base, per_sublayer, per_value, per_flop, source, device)
 
 
@@ -147,7 +156,7 @@ def from_finished(runs: Path, device: Device = "cpu", threads: int = 1, enough: 
     if not points or (device == "cpu" and evidence < enough):
         return None
     seen = f"{len(points)} finished run{'s' * (len(points) != 1)} on this machine"
-    if device != "cpu":  # for which there is no default
+    if device != "cpu":  # whose default says nothing of how fast it is
         return fitted(points, seen, device)
     share = evidence / (evidence + DOUBT)
     with_threads = f" with {threads} thread{'s' * (threads != 1)}"

@@ -5,6 +5,7 @@ runs with another, continues where it was. Two runners may work on the same fold
 waited for by the other.
 """
 
+import itertools
 import math
 import shlex
 import signal
@@ -16,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from normscale.claims.claim import Cell, Claim, ProfileName, work_config
-from normscale.claims.cost import ENOUGH, Cost, Device, fitted, from_finished, hours
+from normscale.claims.claim import GPU_PROFILES, Cell, Claim, ProfileName, work_config
+from normscale.claims.cost import ENOUGH, Cost, Device, fitted, from_finished, hours, work_of
 from normscale.claims.discover import experiments_folder, list_claims, select
 from normscale.claims.manifest import cells_of, outcomes_of, write_manifest
 from normscale.claims.parts import Part, agree, leased, refuse_while_leased
@@ -38,7 +39,6 @@ Configs = Sequence[tuple[Claim, list[tuple[Cell, Work]]]]
 
 TRIAL_LAYERS = (2, 12)
 TRIAL_STEPS = 6
-GPU_PROFILES: tuple[ProfileName, ...] = ("gpu", "paper")
 SYNC_S = 180.0  # that the last sync into MLflow may take
 AROUND_S = 15.0  # starting the workers, the report and the last sync; empirical
 
@@ -269,27 +269,36 @@ def _train(
 def _trial(pool: Pool, jobs: Sequence[Job], device: Device) -> Cost | None:
     """Returns the cost of this machine, from a few steps at two depths in a folder of their own.
 
-    None where even these failed on a GPU, of which nothing is known without them.
+    They are of the first job; on a GPU of those with the smallest and the largest sublayers, since small ones take the
+    time of their launches, and say nothing of the speed of large ones. None where even these failed on a GPU, of which
+    nothing is known without them.
     """
-    tried = next((job.config for job in jobs if isinstance(job.config, RunConfig)), None)
-    if tried is None:
+    trained = [job.config for job in jobs if isinstance(job.config, RunConfig)]
+    if not trained:
         return Cost(source="what their claims say", device=device)
-    sides = [side for side in ("N", "M") if getattr(tried.model, side)]
+    small, large = min(trained, key=_sublayer_flops), max(trained, key=_sublayer_flops)
+    tried = [small, large] if device == "cuda" and _sublayer_flops(small) < _sublayer_flops(large) else trained[:1]
     with tempfile.TemporaryDirectory(prefix="normscale-trial-") as folder:
         trials = []
-        for layers in TRIAL_LAYERS:
+        for own, layers in itertools.product(tried, TRIAL_LAYERS):
+            sides = [side for side in ("N", "M") if getattr(own.model, side)]
             settings: dict[str, object] = {
                 **{f"model.{side}": layers // len(sides) for side in sides},
                 "train.steps": TRIAL_STEPS,
                 "train.eval_batches": 1,
             }
             settings |= {"train.schedule.warmup_steps": 0, "train.eval_every": 0, "probes.update": {}}
-            config = revise(tried, {**settings, "tracking.runs": folder, "tracking.uri": None})
+            config = revise(own, {**settings, "tracking.runs": folder, "tracking.uri": None})
             trials.append((config, Job("", f"trial {layers}", config)))
         pool.run([trial for _, trial in trials])
     seconds = [trial.core_s if device == "cpu" else trial.step_s for _, trial in trials]
     timed = [(config, each) for (config, _), each in zip(trials, seconds, strict=True) if each]
     return fitted(timed, "a short trial on this machine", device) or (Cost() if device == "cpu" else None)
+
+
+def _sublayer_flops(config: RunConfig) -> float:
+    work = work_of(config)
+    return work.flops / max(1, work.sublayers)
 
 
 def _drive(

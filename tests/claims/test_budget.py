@@ -71,6 +71,8 @@ def test_below_its_floor_a_claim_is_not_run_and_says_what_it_would_take() -> Non
     assert said(share, "a budget of 1 hours") == [
         "its floor takes about 1 core-minutes, for which a budget of 1 hours had no room (11 runs in all)"
     ]
+    share.profile = "gpu"
+    assert said(share, "a budget")[0].startswith("its floor takes about 1 GPU-minutes")
     assert shares(claim("a", floor=None), budget_s=ALL - 1)[0].kept == []  # without a floor all of it is needed
 
 

@@ -96,6 +96,30 @@ def test_runs_of_one_shape_keep_the_proportions_of_the_default() -> None:
     assert fitted([], "x") is None
 
 
+GPU = Cost(0.004, 0.0006, 8e-12, 2e-14, device="cuda")
+WIDE = {"model.d": 1024, "train.batch": 64, "model.context": 256}
+
+
+def test_a_gpu_whose_launches_were_measured_alone_is_not_taken_for_a_slow_one() -> None:
+    narrow = [(own := config(layers), GPU.step(own)) for layers in (2, 12)]
+    found = fitted(narrow, "x", "cuda")
+    assert found is not None
+    assert found.step(config(6, **WIDE)) == pytest.approx(GPU.step(config(6, **WIDE)), rel=0.7)
+    both = [*narrow, *((own := config(layers, **WIDE), GPU.step(own)) for layers in (2, 12))]
+    found = fitted(both, "x", "cuda")
+    assert found is not None
+    assert found.step(config(6, **WIDE)) == pytest.approx(GPU.step(config(6, **WIDE)), rel=0.2)
+
+
+def test_many_runs_outweigh_the_proportions_of_the_default() -> None:
+    quick = Cost(0.004, 0.0006, 1e-13, 2e-16, device="cuda")
+    points = [(own := config(layers, **more), quick.step(own)) for layers in (2, 12, 48) for more in ({}, WIDE)] * 20
+    found = fitted(points, "x", "cuda")
+    assert found is not None
+    wide = config(6, **WIDE)
+    assert found.step(wide) == pytest.approx(quick.step(wide), rel=0.1)
+
+
 def finish(runs: Path, own: RunConfig, seconds: float, name: str, *, core: float | None = None, **where: Any) -> None:
     made = record()
     assert made.end is not None

@@ -13,6 +13,7 @@ from normscale.claims import runner
 from normscale.claims.manifest import manifest_path
 from normscale.claims.runner import run_claims
 from normscale.claims.workers import Job
+from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, StoreError
 from normscale.tracking.manifest import read_manifest
@@ -203,6 +204,27 @@ def test_the_cost_is_said_in_all_and_for_each_claim_before_anything_starts(
     short = runner.planned(["one", "two"], "cpu", Path("runs"), workers=1)
     assert short == [*price, lines[-1], "--verbose lists the runs (make: ARGS=-v)"]
     assert not (checkout / "runs").exists()
+
+
+@pytest.mark.parametrize(("device", "widths"), [("cuda", [32, 32, 128, 128]), ("cpu", [64, 64])])
+def test_a_trial_on_a_gpu_is_of_the_smallest_and_of_the_largest(device: Any, widths: list[int]) -> None:
+    class Measured:
+        """A pool whose runs take a step as long as their cost says."""
+
+        def run(self, jobs: Any) -> None:
+            for job in jobs:
+                tried.append(job.config.model.d)
+                job.step_s = job.core_s = true.step(job.config)
+
+    tried: list[int] = []
+    true = runner.Cost(0.004, 0.0006, 8e-12, 2e-14, device="cuda")
+    configs = [revise(RunConfig(), {"model.d": d, "model.heads": 2}) for d in (64, 128, 32)]
+    jobs = [Job("", "", config) for config in configs]
+    found = runner._trial(Measured(), jobs, device)  # type: ignore[arg-type]
+    assert tried == widths
+    assert found is not None
+    if device == "cuda":
+        assert found.step(configs[0]) == pytest.approx(true.step(configs[0]), rel=0.1)
 
 
 def test_a_gpu_that_nothing_ran_on_has_no_price(checkout: Path) -> None:
