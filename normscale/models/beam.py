@@ -14,7 +14,7 @@ class Search:
     """How it is searched.
 
     Attributes:
-        beam: sequences that are followed of each source; 1 is greedy search.
+        beam: sequences that are followed of each source; even 1 goes on past a likely END.
         penalty: a finished sequence is judged by its log-probability over its length to this power (END counts): 0
             prefers short ones, 1 is the mean of a token.
         begin, end: the tokens that open and close a sequence.
