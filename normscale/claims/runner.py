@@ -261,6 +261,8 @@ def _train(
                 _drive(pool, jobs, plans if part is None else [], profile, runs, until)
             if until is not None:
                 take_out_late(plans, jobs, profile)
+                for plan in plans:
+                    _note(plan, profile, runs)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_kept(jobs, done, pool.running)) from None
     return plans, jobs

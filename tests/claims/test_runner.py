@@ -30,7 +30,7 @@ CLAIM = Claim(
     base={{"model.N": 0, "model.d": 16, "model.heads": 2, "model.context": 16, "data.max_bytes": 100000,
           "train.optim.lr": 1e-3, "train.steps": 4, "train.batch": 2, "train.eval_batches": 1}},
     arms={{"pre": {{"model.scheme": "pre"}}}}, labels={{"pre": "Pre-Norm"}},
-    profiles={{"cpu": Profile({{"pre": {depths}}}), "smoke": Profile({{"pre": {{1: 1}}}})}},
+    profiles={{"cpu": Profile({{"pre": {depths}}}, floor={floor}), "smoke": Profile({{"pre": {{1: 1}}}})}},
     control=(), expect=(Trains("pre", at_least=1),), figure="gap", how="Briefly.", differs=("all of it",),
 )
 """
@@ -42,7 +42,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "normscale" / "claims").mkdir(parents=True)
     (tmp_path / "experiments").mkdir()
     for name, depths in (("one", "{1: 2}"), ("two", "{1: 1, 2: 1}")):
-        (tmp_path / "experiments" / f"{name}.py").write_text(TINY.format(id=name, depths=depths))
+        (tmp_path / "experiments" / f"{name}.py").write_text(TINY.format(id=name, depths=depths, floor=None))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)
@@ -287,6 +287,21 @@ def test_runs_that_the_time_was_up_for_are_no_lost_ones(
     manifest = read_manifest(manifest_path(checkout / "runs", "two", "cpu"))
     assert len(manifest.cells) == 2  # of its floor, so they are missing and not forgotten
     assert manifest.left_out == ("the time was up before 2 runs (L0001 pre s0 among them)",)
+
+
+def test_runs_outside_the_floor_that_the_time_was_up_for_are_left_out(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TINY.format(id="three", depths="{1: 1, 2: 1}", floor='{"pre": {1: 1}}')
+    (checkout / "experiments" / "three.py").write_text(tiny)
+    monkeypatch.setattr(runner.Pool, "run", lambda *_: None)  # nothing begins any more
+    assert run_claims(["three"], "cpu", runs=Path("runs"), uri=None, workers=1, hours=1) == 0
+    manifest = read_manifest(manifest_path(checkout / "runs", "three", "cpu"))
+    assert [cell.name for cell in manifest.cells] == ["L0001 pre s0"]
+    report = json.loads((checkout / "reports" / "latest" / "report.json").read_text())
+    found = next(claim for claim in report["claims"] if claim["id"] == "three")
+    late = "the time was up before 2 runs (L0001 pre s0 among them)"
+    assert found["runs"] == {"done": 0, "of": 1, "left_out": [late]}
 
 
 @pytest.mark.parametrize(
