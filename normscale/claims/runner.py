@@ -254,8 +254,11 @@ def _train(
             shared: list[str] = []
             if hours is not None and cost is not None:
                 plans, jobs, shared = within(plans, jobs, profile, cost, hours, pool.size, time.monotonic() - began)
-                for plan in plans:
-                    _note(plan, profile, runs)
+            elif hours is not None and jobs:
+                why = "as what their runs cost here is not known"
+                shared = [f"{hours:g} hours cannot be divided among the claims, {why}; no run begins after them"]
+            for plan in plans if hours is not None else []:
+                _note(plan, profile, runs)
             print("\n".join([*_price(plans, jobs, done, cost, pool.size), *shared]), flush=True)
             if jobs:
                 _drive(pool, jobs, plans if part is None else [], profile, runs, until)

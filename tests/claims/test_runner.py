@@ -19,6 +19,7 @@ from normscale.errors import BadInput, StoreError
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.reader import read_run
 from normscale.train.engines.ranks import device_kind
+from tests.claims.synthetic import record, write
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -302,6 +303,39 @@ def test_runs_outside_the_floor_that_the_time_was_up_for_are_left_out(
     found = next(claim for claim in report["claims"] if claim["id"] == "three")
     late = "the time was up before 2 runs (L0001 pre s0 among them)"
     assert found["runs"] == {"done": 0, "of": 1, "left_out": [late]}
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_hours_with_nothing_left_to_do_judge_all_that_is_done(
+    noted: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = next(claim for claim in runner.list_claims() if claim.id == "two")
+    cells = claim.cells("cpu")
+    (plan,) = runner.plans_of([(claim, [(cell, runner.work_config(claim, cell, "runs", None)) for cell in cells])])
+    for _, run_id in plan.cells:
+        write(checkout / "runs", run_id, record(), {})
+    if noted:  # as a smaller budget left it, before another claim had the run done
+        runner._note(runner.Plan(claim, plan.cells[:1], left_out=("no room",)), "cpu", checkout / "runs")
+    monkeypatch.setattr(runner.Pool, "run", lambda *_: pytest.fail("everything is done"))
+    assert run_claims(["two"], "cpu", runs=Path("runs"), uri=None, workers=1, hours=1) == 0
+    manifest = read_manifest(manifest_path(checkout / "runs", "two", "cpu"))
+    assert ([cell.outcome for cell in manifest.cells], manifest.left_out) == (["trained"] * 2, ())
+    report = json.loads((checkout / "reports" / "latest" / "report.json").read_text())
+    assert {"done": 2, "of": 2} in [claim["runs"] for claim in report["claims"]]
+
+
+def test_hours_that_cannot_be_divided_are_said_and_kept(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untils: list[float | None] = []
+    monkeypatch.setattr(runner, "_trial", lambda *_: None)  # as where it failed on a GPU
+    monkeypatch.setattr(runner.Pool, "run", lambda _pool, _jobs, _tell, until: untils.append(until))
+    assert run_claims(["two"], "cpu", runs=Path("runs"), uri=None, workers=1, hours=1) == 0
+    assert untils != [None]
+    said = capsys.readouterr().out
+    assert "1 hours cannot be divided among the claims, as what their runs cost here is not known" in said
+    manifest = read_manifest(manifest_path(checkout / "runs", "two", "cpu"))
+    assert manifest.left_out == ("the time was up before 2 runs (L0001 pre s0 among them)",)
 
 
 @pytest.mark.parametrize(
