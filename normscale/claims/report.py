@@ -114,8 +114,8 @@ def write_report(
 ) -> Written:
     """Writes reports/<date-time>/ about the claims (None: all of the checkout) and points reports/latest at it.
 
-    A claim is shown at the profile that `profiles` names, else at the largest it was ever run at. One that `profiles`
-    does not name and that was never run here is shown as the folder `published` has it, and says so. With that folder
+    A claim is shown at the profile that `profiles` names, else at the largest that gave a verdict here. One that
+    `profiles` does not name and that has none is shown as the folder `published` has it, and says so. With that folder
     goes the chart of which schemes train.
 
     Raises:
@@ -231,31 +231,41 @@ def gather(
     found = [_gather(claim, runs, asked.get(claim.id)) for claim in claims]
     if published is None:
         return found
-    return [one if one.claim.id in asked else _else_published(one, published) for one in found]
+    return [
+        one if claim.id in asked else _else_published(one, claim, published)
+        for one, claim in zip(found, claims, strict=True)
+    ]
 
 
 def _gather(claim: Claim, runs: Path, profile: ProfileName | None) -> Reported:
+    """Returns what there is of a claim at the largest profile that gave a verdict, else at the largest it has."""
+    first: Reported | None = None
     for candidate in [profile] if profile else LARGEST_FIRST:
-        cells = cells_of(runs, claim.id, candidate)
-        if cells:
-            results = results_of(runs, cells)
-            judgement, left_out = judge(claim, candidate, results), left_out_of(runs, claim.id, candidate)
-            return Reported(
-                claim.at(candidate), candidate, judgement, results, [run for _, run in cells], left_out=left_out
-            )
-        if left_out := left_out_of(runs, claim.id, candidate):
-            judgement = Judgement("not run", f"NOT RUN - {'; '.join(left_out)}")
-            return Reported(claim.at(candidate), candidate, judgement, [], [], left_out=left_out)
-    return Reported(claim, None, Judgement("not run", "NOT RUN - it was never started"), [], [])
+        found = _gather_at(claim, runs, candidate)
+        if found is not None and found.judgement.verdict != "not run":
+            return found
+        first = first or found
+    return first or Reported(claim, None, Judgement("not run", "NOT RUN - it was never started"), [], [])
 
 
-def _else_published(reported: Reported, folder: Path) -> Reported:
+def _gather_at(claim: Claim, runs: Path, profile: ProfileName) -> Reported | None:
+    cells, left_out = cells_of(runs, claim.id, profile), left_out_of(runs, claim.id, profile)
+    if cells:
+        results = results_of(runs, cells)
+        judgement = judge(claim, profile, results)
+        return Reported(claim.at(profile), profile, judgement, results, [run for _, run in cells], left_out=left_out)
+    if left_out:
+        judgement = Judgement("not run", f"NOT RUN - {'; '.join(left_out)}")
+        return Reported(claim.at(profile), profile, judgement, [], [], left_out=left_out)
+    return None
+
+
+def _else_published(reported: Reported, claim: Claim, folder: Path) -> Reported:
     """Returns the published record of a claim that gave no verdict here (smoke runs give none), where there is one."""
-    if reported.judgement.verdict != "not run" or (found := read_published(folder, reported.claim)) is None:
+    if reported.judgement.verdict != "not run" or (found := read_published(folder, claim)) is None:
         return reported
-    return Reported(
-        reported.claim, found.profile, found.judgement, found.results, found.run_ids, found.figure, published=found
-    )
+    asked = claim.at(found.profile)
+    return Reported(asked, found.profile, found.judgement, found.results, found.run_ids, found.figure, published=found)
 
 
 def _with_figure(reported: Reported, folder: Path) -> Reported:

@@ -167,6 +167,30 @@ def test_the_largest_profile_is_shown_unless_another_is_asked_for(tmp_path: Path
     assert verdicts == {"cpu": "supported", "smoke": "not run"}
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_larger_profile_of_which_nothing_ended_hides_no_verdict(begun: bool, tmp_path: Path) -> None:
+    runs, claim = tmp_path / "runs", depth_claim()
+    larger = replace(claim.profiles["cpu"], expect=claim.expect[:1])
+    claim = replace(claim, profiles={**claim.profiles, "paper": larger})
+    store(runs, claim, as_expected)
+    write_manifest(runs, claim, "paper", _unrun(claim) if begun else [], {}, left_out=[] if begun else ["no data"])
+    (found,) = write_report(runs, [claim], reports=tmp_path / "reports").claims
+    assert (found.profile, found.word, found.left_out) == ("cpu", "supported", ())
+    assert found.claim == claim
+    (asked,) = write_report(runs, [claim], {"dies": "paper"}, tmp_path / "reports").claims
+    assert (asked.profile, asked.word) == ("paper", "not run")
+
+    # Nor does it give its expectations to the record that came with the code.
+    publish(write_report(runs, [claim], reports=tmp_path / "reports"), tmp_path / "published")
+    (runs / "claims" / "dies-cpu.json").unlink()
+    (kept,) = write_report(runs, [claim], reports=tmp_path / "reports", published=tmp_path / "published").claims
+    assert (kept.profile, kept.word, kept.claim) == ("cpu", "supported", claim)
+
+
+def _unrun(claim: Claim) -> list[tuple[Cell, str]]:
+    return [(cell, f"never-{number}") for number, cell in enumerate(claim.cells("paper"))]
+
+
 def test_latest_always_points_at_the_newest_report(tmp_path: Path) -> None:
     reports = tmp_path / "reports"
     first = write_report(tmp_path / "runs", [depth_claim()], reports=reports)

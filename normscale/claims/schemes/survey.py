@@ -142,21 +142,24 @@ def _described(
 
 
 def _found(name: str, runs: Path, published: Path, schemes: Sequence[str]) -> Reported | None:
-    profile = next((each for each in SEEDS if cells_of(runs, name, each)), None)
-    cells = cells_of(runs, name, profile) if profile else []
-    ended: dict[Cell, tuple[Result, str]] = {
-        result.cell: (result, run)
-        for result, (_, run) in zip(results_of(runs, cells), cells, strict=True)
-        if result.state.label != "missing"
-    }
+    for profile in SEEDS:  # the larger first
+        if ended := _ended(name, runs, profile):
+            break
     kept = read_published(published, surveys(())[name])
     if kept is not None and (not ended or kept.profile == profile):
         profile = kept.profile
         ended = {r.cell: (r, run) for r, run in zip(kept.results, kept.run_ids, strict=True)} | ended
     own = {cell: both for cell, both in ended.items() if not schemes or scheme_of(cell.arm) in schemes}
-    if profile is None or not own:
+    if not own:
         return None
     claim = surveys(schemes or sorted({scheme_of(cell.arm) for cell in own}))[name]
     results = [result for result, _ in own.values()]
     said = Judgement("not run", f"SURVEY - {len(own)} runs; nothing is expected of them")
     return Reported(claim, profile, said, results, [run for _, run in own.values()])
+
+
+def _ended(name: str, runs: Path, profile: ProfileName) -> dict[Cell, tuple[Result, str]]:
+    """Returns the runs of a profile that have ended, with their ids, by cell."""
+    cells = cells_of(runs, name, profile)
+    found = zip(results_of(runs, cells), cells, strict=True)
+    return {result.cell: (result, run) for result, (_, run) in found if result.state.label != "missing"}

@@ -110,6 +110,14 @@ def test_what_is_published_is_shown_elsewhere_and_gives_way_cell_by_cell(tmp_pat
     assert _margins(tmp_path / "none", published) == {("post", "0.50"), ("pre", "0.90")}
 
 
+def test_a_survey_on_a_gpu_of_which_nothing_has_ended_hides_none_on_a_cpu(tmp_path: Path) -> None:
+    store(tmp_path)
+    for name, claim in survey.surveys(SHOWN).items():
+        cells = [(cell, f"{name}-gpu-{number}") for number, cell in enumerate(claim.cells("gpu"))]
+        write_manifest(tmp_path / survey.FOLDER, claim, "gpu", cells, {})
+    assert [one.profile for one in survey.found(tmp_path, tmp_path / "none")] == ["cpu", "cpu"]
+
+
 def _margins(runs: Path, published: Path) -> set[tuple[str, str]]:
     return {(ran.place.scheme, f"{ran.margin:.2f}") for ran in runs_of(survey.found(runs, published))}
 
