@@ -191,9 +191,11 @@ def _section(reported: "Reported") -> str:
 
 
 def _differs(reported: "Reported") -> list[str]:
-    """The scale of the runs, then what the claim itself says."""
-    ran = [] if reported.profile is None else [f"run here: {scale_of(reported.claim, reported.profile)}"]
-    return [*ran, *reported.claim.differs]
+    """The scale of the runs that came to an end, then what the claim itself says."""
+    ran = [result.cell for result in reported.results if result.state.label != "missing"]
+    if reported.profile is None or not ran:
+        return list(reported.claim.differs)
+    return [f"run here: {scale_of(reported.claim, reported.profile, ran)}", *reported.claim.differs]
 
 
 def _expectations(reported: "Reported") -> str:

@@ -155,6 +155,17 @@ def test_missing_and_broken_runs_are_told_and_stop_nothing(tmp_path: Path) -> No
     assert "not finite at step 17" in page
 
 
+def test_what_is_different_here_names_no_size_that_was_not_run(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    store(runs, depth_claim(), lambda cell: as_expected(cell) if cell.depth < 48 else None)
+    written = write_report(runs, [depth_claim()], reports=tmp_path / "reports")
+    page, text = Tags(written.page.read_text()).text, (written.folder / "report.md").read_text()
+    for told in (page, text):
+        assert "run here: decoder of width 64, 2 to 24 blocks;" in told
+    written = write_report(tmp_path / "none", [depth_claim()], reports=tmp_path / "reports")
+    assert "run here" not in (written.folder / "report.md").read_text()
+
+
 def test_the_largest_profile_is_shown_unless_another_is_asked_for(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     store(runs, depth_claim(), as_expected, "cpu")
