@@ -59,6 +59,7 @@ class _ToldCell(BaseModel):
 
 class _ToldRuns(BaseModel):
     done: int
+    left_out: tuple[str, ...] = ()
 
 
 NO_RECORD = State("missing", "no record")
@@ -92,6 +93,7 @@ class Published:
     date: str
     environment: list[dict[str, Any]]
     done: int
+    left_out: tuple[str, ...]
     figure: Path | None
 
 
@@ -133,6 +135,7 @@ def read_published(folder: Path, claim: Claim) -> Published | None:
         date=told.date,
         environment=told.environment,
         done=told.runs.done,
+        left_out=told.runs.left_out,
         figure=figure if figure.exists() else None,
     )
 

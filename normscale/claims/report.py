@@ -148,7 +148,7 @@ def write_report(
 def publish(written: Written, results: Path | None = None) -> list[Path]:
     """Writes a compact record and the figure of every claim that was run to experiments/results; returns the files.
 
-    One that lacks runs is left out: it would take the place of a whole record.
+    One that `not_published` names is left out.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -157,13 +157,8 @@ def publish(written: Written, results: Path | None = None) -> list[Path]:
     results = results or experiments_folder() / "results"
     try:
         results.mkdir(parents=True, exist_ok=True)
-        for reported in written.claims:
-            if (
-                reported.lacks_runs
-                or not reported.done
-                or reported.profile == "smoke"
-                or reported.published is not None
-            ):
+        for reported in _run_here(written):
+            if not reported.done or _kept_back(reported, results):
                 continue
             path = results / f"{reported.claim.id}.json"
             write_whole(path, json.dumps(compact(reported), indent=1, allow_nan=False) + "\n")
@@ -173,6 +168,39 @@ def publish(written: Written, results: Path | None = None) -> list[Path]:
     except OSError as error:
         raise StoreError(f"{results}: cannot be written ({error.strerror})") from None
     return files
+
+
+def not_published(written: Written, results: Path | None = None) -> list[str]:
+    """Returns a line for each claim that was run here and does not take the place of its published record."""
+    results = results or experiments_folder() / "results"
+    return [line for reported in _run_here(written) if (line := _kept_back(reported, results))]
+
+
+def _run_here(written: Written) -> list[Reported]:
+    return [one for one in written.claims if one.published is None and one.profile not in (None, "smoke")]
+
+
+def _kept_back(reported: Reported, results: Path) -> str:
+    """Returns why a claim's record is not to be published: it says less than it could, or than the one there is."""
+    name, count, finish = reported.claim.id, len(reported.results), f"finish it: {reported.command}"
+    if reported.lacks_runs:
+        return f"{name} has {reported.done} of {count} runs; {finish}"
+    try:
+        kept = read_published(results, reported.claim)
+    except StoreError:  # no record; to publish it again mends that
+        return ""
+    if kept is None or reported.profile is None:
+        return ""
+    remove = f"remove {results / name}.json"
+    if LARGEST_FIRST.index(kept.profile) < LARGEST_FIRST.index(reported.profile):
+        there = f"the published record is of profile {kept.profile}"
+        return f"{name} was run at profile {reported.profile}, and {there}; {remove} to publish it"
+    if reported.left_out and count < len(kept.results):
+        why = "; ".join(reported.left_out)
+        return (
+            f"{name} has {count} runs ({why}), and the published record has {len(kept.results)}; {finish}, or {remove}"
+        )
+    return ""
 
 
 def table(claims: Sequence[Reported], width: int | None = None) -> str:
@@ -264,8 +292,16 @@ def _else_published(reported: Reported, claim: Claim, folder: Path) -> Reported:
     """Returns the published record of a claim that gave no verdict here (smoke runs give none), where there is one."""
     if reported.judgement.verdict != "not run" or (found := read_published(folder, claim)) is None:
         return reported
-    asked = claim.at(found.profile)
-    return Reported(asked, found.profile, found.judgement, found.results, found.run_ids, found.figure, published=found)
+    return Reported(
+        claim.at(found.profile),
+        found.profile,
+        found.judgement,
+        found.results,
+        found.run_ids,
+        found.figure,
+        found.left_out,
+        found,
+    )
 
 
 def _with_figure(reported: Reported, folder: Path) -> Reported:

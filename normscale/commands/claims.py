@@ -71,16 +71,16 @@ def run(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Writes the report from stored records."""
     from normscale.claims.discover import experiments_folder
-    from normscale.claims.report import publish, write_report
+    from normscale.claims.report import not_published, publish, write_report
 
     check_folder(options.runs, "--runs", made=options.runs == Path(DEFAULT_RUNS))  # a fresh checkout has none yet
     written = write_report(options.runs, published=experiments_folder() / "results")
     print(written)
-    for path in publish(written) if options.publish else []:
-        print(f"published {path}")
-    for one in written.claims if options.publish else []:
-        if one.lacks_runs and one.published is None and one.profile != "smoke":
-            print(f"not published: {one.claim.id} has {one.done} of {len(one.results)} runs; finish it: {one.command}")
+    if options.publish:
+        for line in not_published(written):
+            print(f"not published: {line}")
+        for path in publish(written):
+            print(f"published {path}")
     return 0
 
 

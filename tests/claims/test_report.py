@@ -9,7 +9,7 @@ import pytest
 
 from normscale.claims.claim import Cell, Claim
 from normscale.claims.manifest import cells_of, write_manifest
-from normscale.claims.report import publish, table, writable, write_report
+from normscale.claims.report import Written, not_published, publish, table, writable, write_report
 from normscale.errors import StoreError
 from normscale.tracking.reader import RunRecord
 from tests.claims.synthetic import SLOPES, by_slope, by_theory, measurement, record, write
@@ -240,8 +240,55 @@ def test_a_claim_that_lacks_a_run_takes_no_published_record_s_place(tmp_path: Pa
     missing = UPDATE.cells("cpu")[-1]
     store(tmp_path / "runs", UPDATE, lambda cell: None if cell == missing else make(cell))
     written = write_report(tmp_path / "runs", [UPDATE], reports=tmp_path / "reports")
-    assert written.claims[0].lacks_runs
     assert publish(written, tmp_path / "results") == []
+    assert [line.split(";")[0] for line in not_published(written, tmp_path / "results")] == [
+        f"update-bounded has {len(UPDATE.cells('cpu')) - 1} of {len(UPDATE.cells('cpu'))} runs"
+    ]
+
+
+def test_what_a_budget_cut_takes_no_larger_record_s_place_and_says_so(tmp_path: Path) -> None:
+    runs, results, claim = tmp_path / "runs", tmp_path / "results", depth_claim()
+    store(runs, claim, as_expected)
+    cells = cells_of(runs, claim.id, "cpu")
+
+    def written(count: int, why: str) -> Written:
+        write_manifest(runs, claim, "cpu", cells[:count], {}, left_out=[why] if why else [])
+        return write_report(runs, [claim], reports=tmp_path / "reports")
+
+    first = written(10, "an hour had no room for cells: x")
+    assert not_published(first, results) == []
+    assert publish(first, results)  # there is none yet
+    (shown,) = write_report(tmp_path / "none", [claim], reports=tmp_path / "reports", published=results).claims
+    assert (shown.done, shown.left_out) == (10, ("an hour had no room for cells: x",))
+    again = written(10, "another hour had no room for cells: x")
+    assert publish(again, results)
+    assert publish(written(12, ""), results)
+    cut = written(10, "an hour had no room for cells: x")
+    assert publish(cut, results) == []
+    assert not_published(cut, results) == [
+        "dies has 10 runs (an hour had no room for cells: x), and the published record has 12; finish it: make claim "
+        "CLAIM=dies PROFILE=cpu, or remove "
+        f"{results}/dies.json"
+    ]
+    (results / "dies.json").write_text("{")  # no record, which publishing mends
+    assert publish(cut, results)
+
+
+def test_a_smaller_profile_takes_no_larger_one_s_place(tmp_path: Path) -> None:
+    results, base = tmp_path / "results", depth_claim()
+    claim = replace(base, profiles={**base.profiles, "gpu": base.profiles["cpu"]})
+    written = {}
+    for profile in ("gpu", "cpu"):
+        store(tmp_path / profile, claim, as_expected, profile)
+        written[profile] = write_report(tmp_path / profile, [claim], reports=tmp_path / "reports")
+    assert publish(written["cpu"], results)
+    assert publish(written["gpu"], results)
+    assert publish(written["cpu"], results) == []
+    assert not_published(written["cpu"], results) == [
+        "dies was run at profile cpu, and the published record is of profile gpu; remove "
+        f"{results}/dies.json to publish it"
+    ]
+    assert json.loads((results / "dies.json").read_text())["profile"] == "gpu"
 
 
 def test_the_terminal_table_fits(tmp_path: Path) -> None:
