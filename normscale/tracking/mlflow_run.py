@@ -20,7 +20,7 @@ from normscale.tracking.spool import SPOOL
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-LAYOUT = 4  # raise when the layout changes: every run is then looked at again
+LAYOUT = 5  # raise when the layout changes: every run is then looked at again
 
 
 def replay_run(
@@ -29,7 +29,7 @@ def replay_run(
     """Replays one run under one claim or none; returns the id of its MLflow run."""
     what, claim = f"run {record.run_id}", tags.get("normscale.key", "")
     store.report.runs += 1
-    spool = file_stamp(record.run_dir / SPOOL)
+    spool = read_at(record)
     mark = stamp(LAYOUT, spool, sorted(tags.items()), name, depth, alive)
     remembered = sink_state.load(record.run_dir / sink_state.RUN_FILE, store.uri)
     run = store.find(experiment, claim, record.run_id)
@@ -61,7 +61,9 @@ def replay_run(
         well &= store.attempt(f"{what}, files", lambda: artifacts.upload_run(store.client, run_id, record))
     well &= store.set_status(f"{what}, status", run, layout.status(record, alive), last_time(record))
     if well:
-        remembered[claim] = known | {"run": run_id, "mark": mark, "last": last, "files": files}
+        remembered[claim] = known | {"run": run_id, "mark": mark, "last": last}
+        if record.end is not None:
+            remembered[claim]["files"] = files
         bad = next((folder for place, folder in folders.items() if place < 0 or is_bad(record.events[place])), None)
         remembered[claim] |= {"experiment": experiment, "event": f"{bad}/report.html" if bad else None}
     else:
@@ -182,6 +184,11 @@ def cached_record(run_dir: Path) -> RunRecord:
     if run_dir not in _CACHE or _CACHE[run_dir][0] != mark:
         _CACHE[run_dir] = (mark, read_run(run_dir))
     return _CACHE[run_dir][1]
+
+
+def read_at(record: RunRecord) -> object:
+    """Returns the stamp that the spool of a cached record had when it was read: it may have grown since."""
+    return _CACHE[record.run_dir][0]
 
 
 def last_time(record: RunRecord) -> int | None:

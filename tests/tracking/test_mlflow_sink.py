@@ -8,10 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-import mlflow
 import pytest
 
 from normscale.arguments import typed
@@ -25,32 +22,7 @@ from normscale.tracking.mlflow_view import TAG, unpack
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
 from tests.tracking.made import VERDICT, cell, make_foreign, make_manifest, make_run
-
-
-def client_of(uri):
-    return mlflow.MlflowClient(uri)
-
-
-def everything(uri):
-    """Returns all runs of a store, by name."""
-    client = client_of(uri)
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    return {run.info.run_name: run for run in client.search_runs(experiments, max_results=1000)}
-
-
-def history(uri, run):
-    client = client_of(uri)
-    return {
-        key: [
-            (metric.step, metric.value, metric.timestamp) for metric in client.get_metric_history(run.info.run_id, key)
-        ]
-        for key in run.data.metrics
-    }
-
-
-def files(run):
-    folder = Path(unquote(urlsplit(run.info.artifact_uri).path))
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+from tests.tracking.stored import client_of, everything, files, folder_of, history
 
 
 def make_claim(runs, tmp_path):
@@ -444,7 +416,7 @@ def test_everything_is_in_the_parquet_files(runs, new_store):
     assert sync(runs, uri).ok
     tables = {}
     for run in everything(uri).values():
-        folder = Path(unquote(urlsplit(run.info.artifact_uri).path)) / "data"
+        folder = folder_of(run) / "data"
         own = {path.stem: parquet.read_table(path).to_pandas() for path in folder.glob("*.parquet")}
         tables[run.data.tags["normscale.run"]] = own
     metrics = tables[name]["metrics"].set_index(["name", "step"])["value"]
