@@ -188,11 +188,15 @@ def _on_the_way(record: RunRecord) -> list[int]:
 def upload_pictures(
     client: "MlflowClient", run: str, wanted: Mapping[tuple[str, int], Any], ranges: Spans, stamp: int | None
 ) -> int:
-    """Writes those stepped images that are not there yet; returns how many."""
+    """Writes those stepped images that are not there yet; returns how many.
+
+    An image at step 0 is of the end at the time `stamp`, and one of an earlier end does not count: the UI shows the
+    newest at a step.
+    """
     there = {Path(item.path).name for item in client.list_artifacts(run, "images")}
     done = 0
     for (key, step), draw in wanted.items():
-        prefix = f"{key.replace('/', '~')}+step+{step}+"
+        prefix = f"{key.replace('/', '~')}+step+{step}+" + (f"timestamp+{stamp}+" if step == 0 else "")
         if any(name.startswith(prefix) for name in there) or (picture := draw(ranges)) is None:
             continue
         client.log_image(run, picture, key=key, step=step, timestamp=stamp, synchronous=True)
@@ -201,10 +205,10 @@ def upload_pictures(
 
 
 def upload_figure(client: "MlflowClient", run: str, record: RunRecord) -> None:
-    """Writes the figure of every profile over depth of a run, if it is not there yet."""
+    """Writes the figure of every profile over depth of a run in place of an older one."""
     from PIL import Image
 
-    if not any(one.data.size for one in record.profiles.values()) or client.list_artifacts(run, "figures"):
+    if not any(one.data.size for one in record.profiles.values()):
         return
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "depth.png"

@@ -99,14 +99,17 @@ def run_tags(
 
 
 def draw_run(store: Store, record: RunRecord, claim: str, run_id: str, ranges: artifacts.Spans | None = None) -> None:
-    """Writes the missing pictures of a run: all of an ended one, those that are due of one that goes on."""
+    """Writes the missing pictures of a run: all of an ended one, those that are due of one that goes on.
+
+    Those of its end are drawn anew when a further attempt has come to another end.
+    """
     if record.end is not None and is_drawn(store, record, claim, run_id):
         return
     path = record.run_dir / sink_state.RUN_FILE
     known = sink_state.load(path, store.uri).get(claim, {})
     drawn = set(known.get("drawn", [])) if known.get("run") == run_id else set()
     wanted = artifacts.wanted_pictures(record)
-    missing = {place: draw for place, draw in wanted.items() if _place(*place) not in drawn}
+    missing = {place: draw for place, draw in wanted.items() if place[1] == 0 or _place(*place) not in drawn}
     if not missing and record.end is None:
         return
 
