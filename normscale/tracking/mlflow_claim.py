@@ -82,8 +82,9 @@ class _Claim:
     def replay_child(self, run: str) -> None:
         """Replays one run."""
         cell = self.manifest.cell_of(run)
+        written = is_written(self.runs / run)  # asked first: of a process that is gone, all that it wrote is then read
         record = cached_record(self.runs / run)
-        alive = record.end is None and is_written(record.run_dir)
+        alive = record.end is None and written
         word = layout.outcome(record, cell, alive)
         self.records[run], self.words[run] = record, word
         tags = run_tags(record, word, self.colours[cell.arm], self.manifest, self.id)

@@ -215,11 +215,12 @@ def user_keys(record: RunRecord, chars: int = KEY_CHARS) -> dict[str, str]:
     return {name: key_of(name, chars) for name in names[: max(0, MAX_KEYS - len(taken | {NON_FINITE}))]}
 
 
-def points(record: RunRecord, chars: int = KEY_CHARS) -> list[Point]:
+def points(record: RunRecord, chars: int = KEY_CHARS, alive: bool = False) -> list[Point]:
     """Returns every metric value the window shows, in the order in which keys should first appear: by section.
 
     A value that is not finite is left out of its series; the step then carries 1 in 2-health/nonfinite, which is 0
-    at all other recorded steps.
+    at all other recorded steps. That flag, and what another loop adds, may still change at the newest step of a run
+    that is `alive`, and is left out there: a point that was sent stays as it is.
     """
     found: list[Point] = []
     summary = record.summary | {"update_end": update_at_end(record)}
@@ -237,7 +238,11 @@ def points(record: RunRecord, chars: int = KEY_CHARS) -> list[Point]:
             found += _finite(key, record.series[name])
     first_other = next((index for index, point in enumerate(found) if point.key > NON_FINITE), len(found))
     theirs = [point for name, key in user_keys(record, chars).items() for point in _finite(key, record.series[name])]
-    return found[:first_other] + _flags(record) + found[first_other:] + theirs
+    flags = _flags(record)
+    if alive and flags:
+        newest = flags[-1].step
+        flags, theirs = flags[:-1], [point for point in theirs if point.step < newest]
+    return found[:first_other] + flags + found[first_other:] + theirs
 
 
 def update_at_end(record: RunRecord) -> float | None:

@@ -47,8 +47,10 @@ def replay_run(
         run = store.create(experiment, name, record.start.get("t"), tags)
     run_id = str(run.info.run_id)
     well = store.send_texts(what, run, {}, layout.params(record, depth))
-    points = layout.points(record, store.bounds.key_chars)
-    last = {point.key: point.step for point in sorted(points, key=lambda point: point.step)}
+    points = layout.points(record, store.bounds.key_chars, alive)
+    last: dict[str, int] = dict(known.get("last") or {})
+    for point in points:
+        last[point.key] = max(point.step, last.get(point.key, -1))
     if not fresh:
         points = _unsent(store, run, record, points, known)
     well &= store.send_points(what, run_id, points)

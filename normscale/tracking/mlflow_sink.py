@@ -114,8 +114,10 @@ def _replay(store: Store, runs: Path, only: list[str] | None, live: bool) -> Non
 
 def _replay_lone(store: Store, run_dir: Path) -> None:
     """Replays a run of no claim, nested under the MLflow run that was active where it was started, if any."""
+    written = is_written(run_dir)  # asked first: of a process that is gone, all that it wrote is then read
     record = cached_record(run_dir)
-    outer, experiment = record.start.get("outer_run"), None
+    outer = record.start.get("outer_run")
+    experiment = None
     if outer:
         try:
             experiment = str(store.client.get_run(outer).info.experiment_id)
@@ -124,7 +126,7 @@ def _replay_lone(store: Store, run_dir: Path) -> None:
                 raise Gone(problem) from None
             outer = None
     experiment = experiment or store.experiment(None)
-    alive = record.end is None and is_written(run_dir)
+    alive = record.end is None and written
     colour = layout.colour_alone(str(at(record, "config", "model", "scheme") or layout.model_class(record)))
     tags = run_tags(record, layout.outcome(record, None, alive), colour, None, outer)
     name = at(record, "config", "name") or record.start.get("name")

@@ -1,12 +1,16 @@
 """Replays of a run that go on from one another: what the next one still has to send, and what it must not repeat."""
 
+import json
+
 from normscale.tracking import mlflow_run
 from normscale.tracking.address import resolve
 from normscale.tracking.mlflow_run import is_stored
 from normscale.tracking.mlflow_sink import sync
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
-from tests.tracking.stored import client_of, files, folder_of
+from tests.tracking.stored import client_of, files, folder_of, history
+
+FLAG = "2-health/nonfinite"
 
 
 def only(uri):
@@ -68,3 +72,41 @@ def test_pictures_of_the_end_are_those_of_the_newest_end(runs, new_store):
     assert sync(runs, uri).pictures == 0
     (folder / "sink.json").unlink()
     assert sync(runs, uri).pictures == 0
+
+
+def test_a_step_is_flagged_once_it_is_over(runs, new_store):
+    uri = new_store()
+    with SpoolWriter(runs / "r", 1) as spool:
+        spool.start(run_id="r")
+        spool.metrics(1, 1, {"loss_train": 3.0, "user/a": 1.0})
+        assert sync(runs, uri, live=True).points == 1, "the loss"
+        spool.metrics(1, 1, {"loss_val": float("nan"), "user/a": 2.0})
+        sync(runs, uri, live=True)
+        spool.metrics(2, 2, {"loss_train": 2.0})
+        sync(runs, uri, live=True)
+        there = history(uri, only(uri))
+        assert [point[:2] for point in there[FLAG]] == [(1, 1.0)]
+        assert [point[:2] for point in there["user/a"]] == [(1, 2.0)]
+    sync(runs, uri)
+    there = history(uri, only(uri))
+    assert [point[:2] for point in there[FLAG]] == [(1, 1.0), (2, 0.0)]
+    (runs / "r" / "sink.json").unlink()
+    assert sync(runs, uri).points == 5
+    assert history(uri, only(uri)) == there
+
+
+def test_a_flag_that_was_sent_too_early_is_not_sent_again(runs, new_store):
+    uri = new_store()
+    with SpoolWriter(runs / "r", 1) as spool:
+        spool.start(run_id="r")
+        spool.metrics(1, 1, {"loss_train": 3.0})
+        sync(runs, uri, live=True)
+        path = runs / "r" / "sink.json"
+        known = json.loads(path.read_text())
+        known[resolve(uri)][""]["last"][FLAG] = 1  # as the sink did before it waited for a step to be over
+        path.write_text(json.dumps(known))
+        client_of(uri).log_metric(only(uri).info.run_id, FLAG, 0.0, timestamp=1, step=1)
+        for step in (1, 2, 3):
+            spool.metrics(step, step, {"loss_val": 3.0})
+            sync(runs, uri, live=True)
+    assert [point[:2] for point in history(uri, only(uri))[FLAG]] == [(1, 0.0), (2, 0.0)]
