@@ -148,6 +148,17 @@ class Store:
             self._experiments[name] = experiment(self.client, self.uri, name)
         return self._experiments[name]
 
+    def experiment_of(self, run: str | None) -> str | None:
+        """Returns the id of the experiment of an MLflow run, None where the store has no such run to show."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self.client.get_run(run).info.experiment_id) if run else None
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "PERMISSION_DENIED"):
+                return None
+            raise  # any other is of the moment: at the next sync the run may be there
+
     def find(self, experiment_id: str, claim: str, run: str) -> "Run | None":
         """Returns the MLflow run of (claim key, run id), "" standing for none; of two by accident the older stays."""
         if experiment_id not in self._runs:

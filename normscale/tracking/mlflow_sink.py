@@ -117,15 +117,8 @@ def _replay_lone(store: Store, run_dir: Path) -> None:
     written = is_written(run_dir)  # asked first: of a process that is gone, all that it wrote is then read
     record = cached_record(run_dir)
     outer = record.start.get("outer_run")
-    experiment = None
-    if outer:
-        try:
-            experiment = str(store.client.get_run(outer).info.experiment_id)
-        except Exception:  # it lives in another store, or is gone: the run is then shown on its own
-            if (problem := unreachable(store.uri)) is not None:
-                raise Gone(problem) from None
-            outer = None
-    experiment = experiment or store.experiment(None)
+    if (experiment := store.experiment_of(outer)) is None:  # the run is then shown on its own
+        experiment, outer = store.experiment(None), None
     alive = record.end is None and written
     colour = layout.colour_alone(str(at(record, "config", "model", "scheme") or layout.model_class(record)))
     tags = run_tags(record, layout.outcome(record, None, alive), colour, None, outer)

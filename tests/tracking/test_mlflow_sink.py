@@ -10,6 +10,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from normscale.arguments import typed
 from normscale.tracking import mlflow_artifacts as artifacts
@@ -358,6 +360,30 @@ def test_an_outer_run_becomes_the_parent_where_it_lives_in_this_store(runs, new_
     assert found[inside].data.tags["mlflow.parentRunId"] == outer.info.run_id
     assert found[inside].info.experiment_id == outer.info.experiment_id
     assert "mlflow.parentRunId" not in found[elsewhere].data.tags
+
+
+def test_an_outer_run_that_could_not_be_asked_for_once_is_still_the_parent(runs, new_store, tmp_path, monkeypatch):
+    uri = new_store()
+    client = client_of(uri)
+    outer = client.create_run(client.create_experiment("mine", artifact_location=(tmp_path / "mine").as_uri()))
+    inside = make_run(runs, "post", steps=2, outer_run=outer.info.run_id)
+    odd = make_run(runs, "pre", steps=2, outer_run="no id/of mlflow")
+    get_run = MlflowClient.get_run
+
+    def locked(self, run_id):
+        if run_id == outer.info.run_id:
+            raise MlflowException("(sqlite3.OperationalError) database is locked")
+        return get_run(self, run_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_run", locked)
+        (failure,) = sync(runs, uri).failures
+    assert failure.startswith(f"run {inside}: ")
+    assert "is locked" in failure
+    assert sync(runs, uri).ok
+    found = [run for run in everything(uri).values() if run.data.tags.get("normscale.run") == inside]
+    assert [run.info.experiment_id for run in found] == [outer.info.experiment_id]
+    assert "mlflow.parentRunId" not in everything(uri)[odd].data.tags
 
 
 def test_a_later_verdict_reaches_parent_and_children(runs, new_store):
