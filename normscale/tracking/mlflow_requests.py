@@ -83,7 +83,7 @@ class Store:
         self.report = report
         self.bounds: Bounds = bounds()
         self._experiments: dict[str, str] = {}
-        self._runs: dict[str, dict[tuple[str, str], Run]] = {}
+        self._runs: dict[str, dict[tuple[str, str, str], Run]] = {}
 
     def attempt(self, what: str, action: Callable[[], object]) -> bool:
         """Runs an action, twice if need be; returns whether it went well and reports it if not.
@@ -159,11 +159,14 @@ class Store:
                 return None
             raise  # any other is of the moment: at the next sync the run may be there
 
-    def find(self, experiment_id: str, claim: str, run: str) -> "Run | None":
-        """Returns the MLflow run of (claim key, run id), "" standing for none; of two by accident the older stays."""
+    def find(self, experiment_id: str, claim: str, run: str, began: str = "") -> "Run | None":
+        """Returns the MLflow run of (claim key, run id, time of its first start), "" standing for none.
+
+        Of two by accident the older stays.
+        """
         if experiment_id not in self._runs:
             self._runs[experiment_id] = self._index(experiment_id)
-        return self._runs[experiment_id].get((claim, run))
+        return self._runs[experiment_id].get((claim, run, began))
 
     def forget(self, experiment_id: str) -> None:
         """Makes the next `find` ask the store again."""
@@ -174,10 +177,10 @@ class Store:
         self.forget(experiment_id)
         self.find(experiment_id, "", "")
         found = self._runs[experiment_id]
-        return [run for (claim, of), run in sorted(found.items()) if claim and not of]
+        return [run for (claim, of, _), run in sorted(found.items()) if claim and not of]
 
-    def _index(self, experiment_id: str) -> "dict[tuple[str, str], Run]":
-        found: dict[tuple[str, str], Run] = {}
+    def _index(self, experiment_id: str) -> "dict[tuple[str, str, str], Run]":
+        found: dict[tuple[str, str, str], Run] = {}
         token: str | None = None
         while True:
             page = self.client.search_runs([experiment_id], max_results=1000, page_token=token)
@@ -185,7 +188,7 @@ class Store:
                 tags = run.data.tags
                 if "normscale.kind" not in tags:
                     continue
-                key = (tags.get("normscale.key", ""), tags.get("normscale.run", ""))
+                key = _key(tags)
                 if key in found:  # a request that timed out was carried out after all
                     older, newer = sorted((found[key], run), key=lambda one: (one.info.start_time, one.info.run_id))
                     found[key] = older
@@ -198,11 +201,10 @@ class Store:
 
     def create(self, experiment_id: str, name: str, start: int | None, tags: Mapping[str, str]) -> "Run":
         """Returns a new run, or the one that has its claim and run tags already."""
-        claim, run = tags.get("normscale.key", ""), tags.get("normscale.run", "")
         self.forget(experiment_id)
-        if (there := self.find(experiment_id, claim, run)) is None:
+        if (there := self.find(experiment_id, *_key(tags))) is None:
             there = self.client.create_run(experiment_id, start_time=start, tags=dict(tags), run_name=name)
-            self._runs[experiment_id][claim, run] = there
+            self._runs[experiment_id][_key(tags)] = there
         return there
 
     def send_points(self, what: str, run: str, points: Sequence[layout.Point]) -> bool:
@@ -255,3 +257,8 @@ class Store:
             )
             return False
         return self.attempt(key, lambda: self.client.set_experiment_tag(experiment_id, key, value))
+
+
+def _key(tags: Mapping[str, str]) -> tuple[str, str, str]:
+    """Returns what no two runs of an experiment share: the claim, the run's id, and when it began."""
+    return tags.get("normscale.key", ""), tags.get("normscale.run", ""), tags.get("normscale.began", "")

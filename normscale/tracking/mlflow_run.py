@@ -32,7 +32,8 @@ def replay_run(
     spool = read_at(record)
     mark = stamp(LAYOUT, spool, sorted(tags.items()), name, depth, alive)
     remembered = sink_state.load(record.run_dir / sink_state.RUN_FILE, store.uri)
-    run = store.find(experiment, claim, record.run_id)
+    run = store.find(experiment, claim, record.run_id, tags.get("normscale.began", ""))
+    run = run or _untagged(store.find(experiment, claim, record.run_id), record, remembered.get(claim, {}))
     if run is not None and int(run.data.tags.get("normscale.attempt", "1")) < record.first_attempt:
         store.client.delete_run(run.info.run_id)  # its values are of a training that was begun anew
         store.forget(experiment)
@@ -74,6 +75,12 @@ def replay_run(
     return run_id
 
 
+def _untagged(run: "Run | None", record: RunRecord, known: Mapping[str, Any]) -> "Run | None":
+    """Returns a run whose tags do not say when it began, as those of older stores, if it is this training's."""
+    own = run is not None and (run.info.start_time in record.starts or run.info.run_id == known.get("run"))
+    return run if own else None
+
+
 def run_tags(
     record: RunRecord, word: str, colour: str, manifest: Manifest | None, parent: str | None
 ) -> dict[str, str]:
@@ -84,6 +91,7 @@ def run_tags(
         "normscale.kind": "run",
         "normscale.run": record.run_id,
         "normscale.attempt": str(record.first_attempt),
+        "normscale.began": str(record.starts[0]) if record.starts else "",
         "normscale.version": str(environment.get("normscale") or ""),
         "normscale.git": str(environment.get("git") or ""),
         "mlflow.source.name": "normscale",

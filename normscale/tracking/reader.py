@@ -47,7 +47,8 @@ class RunRecord:
     `ledger` has a row for each attempted step: whether it was applied and why not, its learning rate, norms and scales.
     `attempt` is the newest attempt, `first_attempt` the oldest whose records count (a restart from step 0 drops all
     before it), `torn` the number of unreadable lines, `reached` {attempt: its last step with metrics} of those that
-    count and whose start is there.
+    count and whose start is there, `starts` the times of all starts, of which the first tells two trainings of
+    one name apart.
     """
 
     run_dir: Path
@@ -62,6 +63,7 @@ class RunRecord:
     torn: int = 0
     reached: dict[int, int] = field(default_factory=dict)
     ledger: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -107,7 +109,8 @@ def read_run(run_dir: Path) -> RunRecord:
     run_id = str(start.get("run_id") or run_dir.name)
     series, profiles = _series(kept, begins), _profiles(kept, begins)
     ledger = _ledger(kept)
-    return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn, reached, ledger)
+    times = [record["t"] for record in records if record["kind"] == "start"]
+    return RunRecord(run_dir, run_id, start, series, profiles, events, end, newest, first, torn, reached, ledger, times)
 
 
 def last_whole(profile: Profile) -> int:

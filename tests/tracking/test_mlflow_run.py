@@ -1,6 +1,7 @@
 """Replays of a run that go on from one another: what the next one still has to send, and what it must not repeat."""
 
 import json
+import shutil
 
 from normscale.tracking import mlflow_run
 from normscale.tracking.address import resolve
@@ -8,6 +9,7 @@ from normscale.tracking.mlflow_run import is_stored
 from normscale.tracking.mlflow_sink import sync
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
+from tests.tracking.made import make_run
 from tests.tracking.stored import client_of, files, folder_of, history
 
 FLAG = "2-health/nonfinite"
@@ -110,3 +112,34 @@ def test_a_flag_that_was_sent_too_early_is_not_sent_again(runs, new_store):
             spool.metrics(step, step, {"loss_val": 3.0})
             sync(runs, uri, live=True)
     assert [point[:2] for point in history(uri, only(uri))[FLAG]] == [(1, 0.0), (2, 0.0)]
+
+
+def test_two_trainings_of_one_name_are_two_runs_and_a_copy_is_none(runs, new_store, tmp_path):
+    uri, other, copy = new_store(), tmp_path / "other", tmp_path / "copy"
+    make_run(runs, run_id="r", steps=4, every=2)
+    make_run(other, run_id="r", steps=4, every=2)
+    copy.mkdir()
+    shutil.copytree(runs / "r", copy / "r")
+    for folder in (runs, other, copy, runs, other):
+        assert sync(folder, uri).ok
+    found = all_of(uri)
+    assert len(found) == 2
+    for run in found:
+        assert [step for step, *_ in history(uri, run)["1-loss/train"]] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_from_before_its_beginning_was_a_tag_is_found(runs, new_store, tmp_path):
+    uri, other = new_store(), tmp_path / "other"
+    make_run(runs, run_id="r", steps=4, every=2)
+    sync(runs, uri)
+    before = only(uri)
+    client_of(uri).delete_tag(before.info.run_id, "normscale.began")
+    (runs / "r" / "sink.json").unlink()
+    make_run(other, run_id="r", steps=4, every=2)
+    sync(other, uri)
+    make_run(runs, run_id="r", steps=6, every=2, attempt=2, from_step=4)
+    sync(runs, uri)
+    after, _ = sorted(all_of(uri), key=lambda run: run.info.start_time)
+    assert after.info.run_id == before.info.run_id
+    assert after.data.tags["normscale.began"] == before.data.tags["normscale.began"]
+    assert [step for step, *_ in history(uri, after)["1-loss/train"]] == [0, 1, 2, 3, 4, 5, 6]

@@ -464,11 +464,12 @@ def test_everything_is_in_the_parquet_files(runs, new_store):
     assert "ledger" not in tables[name]
 
 
-def long_run(folder, steps, until, bad_at=None, end=False):
-    """Writes a run of `steps` that has come to step `until`, a record every 100 steps."""
-    with SpoolWriter(folder, 1) as spool:
-        spool.start(run_id=folder.name, config={"model": {"M": 1}, "train": {"steps": steps}}, rows=["a", "b"])
-        for step in range(0, until + 1, 100):
+def long_run(folder, steps, until, bad_at=None, end=False, attempt=1, begins=0):
+    """Writes an attempt at a run of `steps` that has come to step `until`, a record every 100 steps."""
+    config = {"model": {"M": 1}, "train": {"steps": steps}}
+    with SpoolWriter(folder, attempt) as spool:
+        spool.start(run_id=folder.name, from_step=begins, config=config, rows=["a", "b"])
+        for step in range(begins, until + 1, 100):
             spool.metrics(step, step, {"loss_train": 3.0})
             spool.profile(step, "grad_norm", [1.0, 2.0])
         if bad_at is not None:
@@ -498,8 +499,7 @@ def test_heat_maps_of_a_run_that_goes_on_are_drawn_once_and_those_of_its_end_lat
     long_run(runs / "r", 2000, 1100)
     assert sync(runs, uri, live=True).pictures == 2
     assert sync(runs, uri, live=True).pictures == 0
-    (runs / "r" / "spool.jsonl").unlink()
-    long_run(runs / "r", 2000, 2000, end=True)
+    long_run(runs / "r", 2000, 2000, end=True, attempt=2, begins=1100)
     assert sync(runs, uri).pictures == 4, "at three quarters, at the end, and the first and the last profile"
     (run,) = everything(uri).values()
     drawn = sorted(name.split("+timestamp")[0] for name in files(run) if name.endswith(".png") and "images" in name)
