@@ -47,17 +47,21 @@ def run(model: nn.Module, inner: Net, data: list[Tensor], monitor: "normscale.Mo
     return [p.detach() for p in inner.parameters()]
 
 
+def without_dropout(blocks: int) -> Net:
+    """Returns a model of so many blocks that compiled code can be compared with: it draws other random numbers."""
+    model = net(blocks)
+    for block in model.blocks:
+        block.drop.p = 0.0
+    return model
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_hooks_work_or_the_monitor_refuses(form: str, late: bool, tmp_path: Path) -> None:
     """pytorch#117758: hooks that are added to a model that was compiled and run never run, without a word."""
-    inner = net(12)
-    for block in inner.blocks:
-        block.drop.p = 0.0
+    inner = without_dropout(12)
     bare = run(inner, inner, batches(4), None)
-    inner = net(12)
-    for block in inner.blocks:
-        block.drop.p = 0.0
+    inner = without_dropout(12)
     model = compiled(inner, form)
     if late:
         loss_fn(model, batches(1)[0])
@@ -133,13 +137,9 @@ def test_the_autocast_of_a_model_that_is_compiled_whole_is_known(
 @pytest.mark.parametrize("form", ["in place", "model", "model in place"])
 def test_hooks_are_left_out_of_a_graph_that_must_be_whole(form: str, tmp_path: Path) -> None:
     """`fullgraph=True`: a hook would part the graph, which is an error in the loop's own forward pass."""
-    inner = net(3)
-    for block in inner.blocks:
-        block.drop.p = 0.0
+    inner = without_dropout(3)
     bare = run(inner, inner, batches(4), None)
-    inner = net(3)
-    for block in inner.blocks:
-        block.drop.p = 0.0
+    inner = without_dropout(3)
     model = compiled(inner, form, fullgraph=True)
     monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=2)
     seen = run(model, inner, batches(4), monitor)
