@@ -41,12 +41,13 @@ class Apart(TorchFunctionMode):
     """Runs a step as if tensors lay on a device, but for those made on the host in it, and counts what would wait.
 
     `waits` are the names of such calls: those that bring values to the host, and copies from the host to the device
-    that are not said to be `non_blocking`.
+    that are not said to be `non_blocking`; `total` is how many there ever were.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.total = 0
         self._host: Any = WeakIdKeyDictionary()  # the tensors that are on the host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,6 +64,7 @@ class Apart(TorchFunctionMode):
         numbers = func in NUMBERS and not isinstance(args[func is Tensor.new_tensor], Tensor)
         if (numbers and not stays) or (not kwargs.get("non_blocking") and self._waits(func, given, here, stays)):
             self.waits.append(getattr(func, "__name__", str(func)))
+            self.total += 1
         found = func(*map(_possible, args), **{key: _possible(value) for key, value in kwargs.items()})
         if func is Tensor.to and stays != bool(here):  # torch has returned the tensor itself
             found = found.clone()

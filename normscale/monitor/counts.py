@@ -59,7 +59,7 @@ class OptimizerCount(StepProbe):
         self.optimizer: Any = None
         self._difference = Difference()
         self._last: float | None = None  # its count after the last step
-        self._far: float | None = None  # the same, of one that lies on a GPU
+        self._far: float | None = None  # of one that lies on a GPU, as it has come to the host
         self._with = False  # whether the parameter has a gradient in the step at hand
         self._met = False  # whether it ever had one: those of an engine's own optimizer are not seen
         self._without = self._applied = 0  # steps that were applied since, and it had none; all that were
@@ -80,18 +80,27 @@ class OptimizerCount(StepProbe):
         self._with = getattr(_first(optimizer), "grad", None) is not None
 
     def since(self, optimizer: Any, applied: int, measured: bool) -> float | None:
-        """Returns what the optimizer would count had it begun with this run; None where that is not to be compared."""
+        """Returns what the optimizer would count had it begun with this run; None where that is not to be compared.
+
+        Called after every step, before numbers are handed over; a count that lies on a GPU is `received` later.
+        """
         self._meet(optimizer)
-        self._last, self._far = optimizer_steps(optimizer) if self._far is None else self._far, None
+        self._last = optimizer_steps(optimizer)
         self._met |= self._with
         self._without += self._met and not self._with and applied > self._applied
         self._applied = applied
         return self._difference.since(None if self._last is None else self._last + self._without, applied, measured)
 
+    def received(self, optimizer: Any, applied: int) -> float | None:
+        """Returns the same of a count that has come from a GPU, after so many steps of this optimizer."""
+        far, self._far = self._far, None
+        return self._difference.since(far, applied, measured=True) if optimizer is self.optimizer else None
+
     def hand_over(self) -> Mapping[str, Hand]:
         step = step_of(self.optimizer)
         if isinstance(step, Tensor) and not near(step):
-            return {"steps": Hand(local(step).detach().reshape(1).to(self.device, torch.float64), "first")}
+            count = local(step).detach().reshape(1).to(self.device, torch.float64) + self._without
+            return {"steps": Hand(count, "first")}
         return {"steps": Hand(torch.full((1,), torch.nan, dtype=torch.float64, device=self.device), "first")}
 
     def read(self, values: Mapping[str, Array]) -> Reading:

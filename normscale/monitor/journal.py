@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from normscale.monitor.engines import Engine, Result
@@ -16,6 +17,16 @@ from normscale.probes.spikes import SpikeScore
 from normscale.tracking.record import PROBE_S, Outcome
 
 MOST_SPIKES_TOLD = 20
+
+
+@dataclass(frozen=True)
+class Page:
+    """What is known of a step at once, and what its record will begin with; numbers that are not known are None."""
+
+    entry: Entry
+    applied: int
+    values: Mapping[str, float | None]
+    overflow: bool
 
 
 class Journal:
@@ -33,16 +44,8 @@ class Journal:
         self._begun = time.perf_counter()
         self._said: set[str] = set()
 
-    def add(
-        self,
-        step: int,
-        applied: int,
-        result: Result,
-        lr: float | None,
-        counts: Tally,
-        readings: Sequence[Reading] | None,
-    ) -> None:
-        """Takes in a step; writes it if it was measured (`readings` is not None), not applied, or stands out."""
+    def add(self, step: int, applied: int, result: Result, lr: float | None, measured: bool) -> Page:
+        """Takes in a step; writes it if it was not applied or stands out. One that was `measured` waits for `write`."""
         entry = Entry(
             step,
             None if result.applied else result.reason,
@@ -58,13 +61,20 @@ class Journal:
                 f"step {step}: {in_a_row} steps in a row were not applied ({reasons}); the weights are those of "
                 f"{in_a_row} steps before"
             )
-        measured = readings is not None
-        if self._spiked(step, result) or measured or result.bad or not result.applied:
-            self._write(step, applied, result, lr, readings or ())
-        if measured and (said := disagreements(entry, counts)):
-            self.records.event(step, "ledger", says="; ".join(said))
-        if rows := self.ledger.flush(at_least=1 if measured or not result.applied else MOST_PENDING):
-            self.records.ledger(rows)
+        stands_out = self._spiked(step, result) or result.bad or not result.applied
+        page = Page(entry, applied, self._values(entry, applied, result), result.reason == "loss scale overflow")
+        if stands_out and not measured:
+            self._write(page, ())
+        if not measured:
+            self._write_ledger(at_least=MOST_PENDING if result.applied else 1)
+        return page
+
+    def write(self, page: Page, counts: Tally, readings: Sequence[Reading]) -> None:
+        """Writes a measured step, of which the readings have come."""
+        self._write(page, readings)
+        if said := disagreements(page.entry, counts):
+            self.records.event(page.entry.step, "ledger", says="; ".join(said))
+        self._write_ledger()
 
     def bad(self, step: int, result: Result, found: Mapping[str, Any], policy: str, in_a_row: int) -> None:
         """Writes the event of a step that was not finite."""
@@ -105,8 +115,7 @@ class Journal:
 
     def end(self, outcome: Outcome, exit_code: int, steps: int, applied: int, probe_s: Mapping[str, float]) -> None:
         """Writes the end; `probe_s` are the seconds of each probe's own passes."""
-        if rows := self.ledger.flush():
-            self.records.ledger(rows)
+        self._write_ledger()
         bad_step, bad_layer, bad_parameter = self.first_bad or (-1, -1, "")
         summary: dict[str, float | int | str] = {
             "loss_train": self.loss,
@@ -140,31 +149,37 @@ class Journal:
                     self.records.event(step, "spike", of=of, value=value, sigmas=score.distance)
         return spiked
 
-    def _write(self, step: int, applied: int, result: Result, lr: float | None, readings: Sequence[Reading]) -> None:
-        overflow = result.reason == "loss scale overflow"
-        values: dict[str, float | None] = {
+    def _values(self, entry: Entry, applied: int, result: Result) -> dict[str, float | None]:
+        return {
             "loss_train": math.nan if result.reason == "non-finite loss" else result.loss,
             "nonfinite": float(result.bad),
-            "skipped": float(step - applied),
+            "skipped": float(entry.step - applied),
             "spike": self.spikes.score,
             "spike_grad": self.grad_spikes.score if self.grad_spikes.count else None,
             "grad_norm": result.norm,
             "grad_norm_clipped": result.clipped,
-            "lr": lr,
+            "lr": entry.lr,
             "loss_scale": result.scale[0] if result.scale else None,
             "applied": float(applied),
         }
+
+    def _write(self, page: Page, readings: Sequence[Reading]) -> None:
+        step, values = page.entry.step, dict(page.values)
         for reading in readings:
             values |= reading.scalars
-        if not result.applied:
+        if not page.entry.applied:
             values["grad_norm_clipped"] = None
         known = {name: value for name, value in values.items() if value is not None}
-        if overflow:  # what the scale has spoilt says nothing of the model
+        if page.overflow:  # what the scale has spoilt says nothing of the model
             known = {name: value for name, value in known.items() if math.isfinite(value)}
-        self.records.metrics(step, applied, known)
+        self.records.metrics(step, page.applied, known)
         for reading in readings:
             for name, profile in reading.profiles.items():
-                if not overflow:
+                if not page.overflow:
                     self.records.profile(step, name, profile)
             for event, fields in reading.events:
                 self.records.event(step, event, **fields)
+
+    def _write_ledger(self, at_least: int = 1) -> None:
+        if rows := self.ledger.flush(at_least):
+            self.records.ledger(rows)

@@ -1,6 +1,5 @@
 """Monitor: watches any training loop, and tells which value went bad first."""
 
-import math
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from normscale.monitor.checks import (
     check_window,
     numbers_of,
 )
-from normscale.monitor.counts import Difference, OptimizerCount, scheduler_steps
+from normscale.monitor.counts import OptimizerCount
 from normscale.monitor.deepspeed import DeepSpeed
 from normscale.monitor.depth import Depth
 from normscale.monitor.drift import drift_of
@@ -34,13 +33,12 @@ from normscale.monitor.journal import Journal
 from normscale.monitor.logits import find_logits
 from normscale.monitor.losses import Losses
 from normscale.monitor.provenance import LossFn, Provenance
+from normscale.monitor.recording import Recording
 from normscale.monitor.records import Records, check_ranks, facts
 from normscale.monitor.report import StepReport
 from normscale.monitor.window import MicroBatch
 from normscale.probes.culprit import Culprit
-from normscale.probes.epsilon import COLUMNS
 from normscale.probes.guard import Guard
-from normscale.probes.ledger import Tally
 from normscale.probes.probe import Probe
 from normscale.tracking.record import USER, Outcome
 
@@ -76,11 +74,12 @@ class Monitor:
     `accelerator.backward`. Every rank makes a monitor and calls it alike; rank 0 writes.
 
     It does not change training: no random numbers or gradients. The host waits for a GPU once a step, as it does to
-    read a loss, once more where there is a loss scale, and once more on a recorded step. A step that
-    is not applied is undone in whole: buffers that its forward passes wrote, such as running averages, are put back, of
-    which a copy is kept each step. Micro-batches are kept by reference until the step is made: fill a new one each
-    time, else a replay has other numbers, which its record then says. A replay calls the model again, and with it the
-    loop's own forward hooks on modules and gradient hooks on parameters.
+    read a loss, and once more where there is a loss scale; what a recorded step has measured there is written when the
+    next step is read, or at the end. A step that is not applied is undone in whole: buffers that its forward passes
+    wrote, such as running averages, are put back, of which a copy is kept each step. Micro-batches are kept by
+    reference until the step is made: fill a new one each time, else a replay has other numbers, which its record then
+    says. A replay calls the model again, and with it the loop's own forward hooks on modules and gradient hooks on
+    parameters.
 
     Not measured are the logits and the entropy of attention: where a model that is not ours keeps its queries and keys
     is not known. What a model does not show of the rest (logits in its output, norms outside of compiled code, an Adam
@@ -171,10 +170,10 @@ class Monitor:
         self.guard = Guard(probes, device, self.engine.rank, self.engine.world, joint())
         self.provenance = Provenance(self.inner, loss_fn, self.blocks)
         self.journal = Journal(self.records, stalled, spike_sigmas, spike_window)
+        self.recording = Recording(self.guard, self.journal, self.depth, self.losses, self._count, self.provenance)
         self.steps = self.applied = self.in_a_row = 0
         self._measured = self._measure_next = False
         self._micro_batches, self._open = 0, False
-        self._scheduled = Difference()
         _WATCHED[self.inner] = weakref.ref(self)
         self._leave = weakref.finalize(self, _leave, self.depth, self.provenance, self.records)
         self._leave.atexit = False  # without close() a run has no end, as if it had been killed
@@ -261,6 +260,7 @@ class Monitor:
         result = engine.attempt(asked)
         if result is None:
             return StepReport(self.steps + 1, False, "accumulating")
+        self.recording.settle()
         self.steps += 1
         self.applied += result.applied
         self.in_a_row = self.in_a_row + 1 if result.bad else 0 if result.applied else self.in_a_row
@@ -272,7 +272,7 @@ class Monitor:
             self.journal.once(self.steps, "not_zeroed", says=f"{says} after every monitor.step", warn=True)
         culprit = self._explain(engine, result) if result.bad else None
         self._call("after_step", self.steps)  # not before: a pass of a probe leaves FSDP2's parameters gathered
-        self._record(engine, optimizer, scheduler, result)
+        self.recording.add(self.steps, self.applied, result, engine, optimizer, scheduler, self._measured)
         measured, self._measured, self._micro_batches = self._measured, False, 0
         # Without a replay only rows can tell a block: the next step has them, in case it goes wrong, too.
         self._measure_next = result.bad and self.provenance.loss_fn is None and not measured
@@ -329,40 +329,6 @@ class Monitor:
             self.journal.warn(self.steps, culprit.sentence() if culprit is not None else result.reason, self.in_a_row)
         return culprit
 
-    def _record(self, engine: Engine, optimizer: Any, scheduler: Any, result: Result) -> None:
-        """Writes what the step came to, if it is measured or was not applied."""
-        scale = result.scale[0] if result.scale else 1.0
-        if self.rows is not None:
-            self.rows.unscaled = 1.0 / (scale * (engine.world if engine.averages else 1))
-        self.losses.add(self.steps, result.loss, result.reason == "applied" and not math.isfinite(result.loss))
-        readings = self.guard.collect(self.steps, engine.sum, engine.max) if self._measured else []
-        if readings:
-            profiles = {
-                name: row for reading in readings for name, row in reading.profiles.items() if name not in COLUMNS
-            }
-            self.provenance.profiles.append((self.steps, profiles))
-        changed = self.parameters.changed if self.parameters is not None and self._measured else None
-        counts = Tally(
-            self.applied,
-            self._count.since(optimizer, self.applied, self._measured),
-            changed=changed,
-            scheduler=self._followed(engine, scheduler, self.applied - result.applied),
-        )
-        lr = engine.learning_rate(optimizer)
-        self.journal.add(self.steps, self.applied, result, lr, counts, readings if self._measured else None)
-        for probe, reason in self.guard.news():
-            self.records.event(self.steps, "probe_off", probe=probe, reason=reason)
-        self.journal.missing(self.steps, engine, self._live(self.rows), self._live(self.parameters))
-        for what, says in self.depth.lacks(self.guard.active) if self._measured else ():
-            self.journal.once(self.steps, "unavailable", what=what, says=says)
-
-    def _followed(self, engine: Engine, scheduler: Any, applied: int) -> float | None:
-        """Returns how many steps a scheduler has followed since it was first given; None: not to be compared."""
-        if scheduler is None:
-            return None
-        self._scheduled.meet(scheduler)
-        return self._scheduled.since(scheduler_steps(scheduler, engine.world), applied, self._measured)
-
     def _live(self, probe: _P | None) -> _P | None:
         """Returns the probe if this step is measured and it works on this rank."""
         return probe if probe is not None and self._measured and self.guard.works(probe) else None
@@ -376,6 +342,8 @@ class Monitor:
     def _end(self, outcome: Outcome, exit_code: int) -> None:
         self.closed = True
         self._open = False
+        with suppress(RuntimeError):  # of a device that has failed
+            self.recording.settle(alone=True)
         self.journal.end(outcome, exit_code, self.steps, self.applied, self.guard.seconds())
         self._leave()
         self.records.finish(stopped=outcome == "interrupted")

@@ -47,6 +47,7 @@ class BlockParameters(StepProbe):
         tables = (nn.Embedding, nn.EmbeddingBag)
         self.tables = [any(isinstance(each, tables) for each in block.modules()) for block in blocks.values()]
         self.samples: Samples | None = None
+        self.partial = [False] * len(self.blocks)  # of which blocks only a sample was handed over
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -89,6 +90,8 @@ class BlockParameters(StepProbe):
         self.before = None
 
     def hand_over(self) -> Mapping[str, Hand]:
+        if self.samples is not None:
+            self.partial = self.samples.partial
         return {"sums": Hand(self.sums, "sum"), "norms": Hand(self.norms, "sum")}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
@@ -101,8 +104,7 @@ class BlockParameters(StepProbe):
             squares = squares * factor**2 if factor > 1 + SAME else squares
             there = np.zeros_like(there) if self.unlike else there
         # Of a table few rows move in a step, and a sample may have none of them: that says nothing.
-        partial = self.samples.partial if self.samples is not None else [False] * len(self.blocks)
-        unsure = np.array([a and b for a, b in zip(partial, self.tables, strict=True)])
+        unsure = np.array([a and b for a, b in zip(self.partial, self.tables, strict=True)])
         told = (compared > 0) & ((moved > 0) | ~unsure)
         self.changed = float((moved[told] > 0).mean()) if told.any() else None
         reading = Reading()

@@ -85,7 +85,9 @@ class BlockRows(HookedProbe):
 
     def hand_over(self) -> Mapping[str, Hand]:
         counts = sent([self.seen, self.numel], self.device)
-        return {"counts": Hand(counts, "sum"), "sums": Hand(self.sums, "sum"), "maxima": Hand(self.maxima, "max")}
+        sums, maxima = Hand(self.sums, "sum"), Hand(self.maxima, "max")
+        step = Hand(sent([self.step], self.device), "first")
+        return {"counts": Hand(counts, "sum"), "sums": sums, "maxima": maxima, "step": step}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         n = len(self.blocks)
@@ -117,7 +119,7 @@ class BlockRows(HookedProbe):
             profiles |= {"stream_grad_norm": gradients, "stream_grad_absmax": absmax[n:] * self.unscaled}
             profiles["stream_grad_nonfinite"] = nonfinite[n:]
         used = absmax[:n] / np.where(np.isfinite(self.largest), self.largest, np.nan)
-        room = self.headroom.read(self.step, np.nan_to_num(used, nan=0.0, posinf=np.inf))
+        room = self.headroom.read(int(values["step"][0]), np.nan_to_num(used, nan=0.0, posinf=np.inf))
         scalars, profiles = scalars | room.scalars, profiles | room.profiles
         return Reading({name: float(value) for name, value in scalars.items() if known.get(name, True)}, profiles)
 

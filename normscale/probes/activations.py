@@ -61,6 +61,7 @@ class Activations(Probe):
             "sums": Hand(self.sums, "sum"),
             "positions": Hand(sent([*self.positions.values()], self.sums.device), "sum"),
             "maxima": Hand(self.maxima, "max"),
+            "step": Hand(sent([self.step], self.sums.device), "first"),
         }
 
     def read(self, values: Mapping[str, Array]) -> Reading:
@@ -96,7 +97,7 @@ class Activations(Probe):
             profiles["other_stream_rms"] = rms[:, 2 : 1 + self.streams].max(axis=1)
         if self.has_z:
             profiles |= {"z_rms": rms[:, -1], "z_absmax": absmax[:, -1], "z_nonfinite": nonfinite[:, -1]}
-        room = self.headroom.read(self.step, (absmax * self.room).max(axis=1))
+        room = self.headroom.read(int(values["step"][0]), (absmax * self.room).max(axis=1))
         return Reading(scalars | room.scalars, profiles | room.profiles)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,19 +3,33 @@
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from normscale.arguments import debugging, is_lost_rank
 from normscale.probes.joint import BrokenPass, Elsewhere, Joint
-from normscale.probes.probe import Array, Hand, Probe, Reading, Reduction, transferred
+from normscale.probes.probe import Array, Hand, Probe, Reading, Reduction, Transfer
 
 Layout = dict[str, tuple[int, Reduction]]
 Reduce = Callable[[Tensor], Tensor]
 
 REASON = 200  # characters of a reason that travel between ranks
+
+
+class Sent(NamedTuple):
+    """What the probes have handed over of one step, on its way to the host, and how ranks combine."""
+
+    probes: list[Probe]
+    transfer: Transfer
+    reduce_sum: Reduce
+    reduce_max: Reduce
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be received without waiting."""
+        return self.transfer.ready
 
 
 class Guard:
@@ -94,20 +108,37 @@ class Guard:
 
     def collect(self, step: int, reduce_sum: Reduce, reduce_max: Reduce) -> list[Reading]:
         """Returns the readings of a measured step; all ranks call it together."""
+        return self.receive(self.send(step, reduce_sum, reduce_max))
+
+    def send(self, step: int, reduce_sum: Reduce, reduce_max: Reduce) -> "Sent":
+        """Sends what probes hand over of a measured step to the host, to be received later; all ranks together."""
         keys = {probe.name: (probe.name, self._is_due(probe, step)) for probe in self.active}
         self._due = {}
         given = {probe.name: self._handed(probe, keys[probe.name]) for probe in self.active if probe.name in keys}
         if self.world > 1 and any(keys[probe.name] not in self._layouts for probe in self.active):
-            self._agree(reduce_sum(self._flags()).tolist(), reduce_sum, reduce_max)
+            self._agree(self.active, reduce_sum(self._flags()).tolist(), reduce_sum, reduce_max)
             for probe in self.active:
                 self._layouts.setdefault(keys[probe.name], _layout(given[probe.name]))
         probes = self.active
         hands = [self._zeros(keys[p.name]) if self._fails(p) else given[p.name] for p in probes]
         if self.world > 1:
             hands.append({"failed": Hand(self._flags(), "sum")})
-        found = transferred(hands, reduce_sum, reduce_max)
+        return Sent(probes, Transfer(hands, reduce_sum, reduce_max), reduce_sum, reduce_max)
+
+    def receive(self, sent: "Sent", alone: bool = False) -> list[Reading]:
+        """Returns the readings of what was sent; all ranks call it together.
+
+        A rank that is `alone`, since the others may have ended, drops what a probe gave that had failed on any.
+        """
+        probes, found = sent.probes, sent.transfer.arrays()
         if self.world > 1:
-            self._agree(found.pop()["failed"], reduce_sum, reduce_max)
+            flags = found.pop()["failed"]
+            if alone:
+                for probe, flag in zip(probes, flags, strict=True):
+                    if flag:
+                        self._switch_off(probe.name, self._failed.get(probe.name, "it failed on another rank"))
+            else:
+                self._agree(probes, flags, sent.reduce_sum, sent.reduce_max)
         readings = [self._try(probe, "read", values) for probe, values in zip(probes, found, strict=True)]
         return [reading for reading in readings if reading is not None]
 
@@ -236,10 +267,12 @@ class Guard:
             for name, (size, reduction) in self._layouts[key].items()
         }
 
-    def _agree(self, flags: "Sequence[float] | Array", reduce_sum: Reduce, reduce_max: Reduce) -> None:
+    def _agree(
+        self, probes: Sequence[Probe], flags: "Sequence[float] | Array", reduce_sum: Reduce, reduce_max: Reduce
+    ) -> None:
         """Switches off what has failed on any rank, with the reason of the first such rank; `flags` are the sums."""
         self._elsewhere.clear()
-        names = [probe.name for probe, flag in zip(self.active, flags, strict=True) if flag]
+        names = [probe.name for probe, flag in zip(probes, flags, strict=True) if flag]
         if not names:
             return
         mine = [self.world - self.rank if name in self._failed else 0 for name in names]

@@ -1,8 +1,9 @@
 """The contract of a probe, what it may look at, and how its numbers reach the host.
 
 A probe keeps its numbers on the device. When a step is measured it hands over tensors, each with the way ranks combine
-it; all of them travel in at most two collectives (one sum, one maximum) and one transfer to the host, and come back to
-the probe as numpy arrays. Sums of squares are handed over, not roots: only sums and maxima can be combined.
+it; all of them travel in at most two collectives (one sum, one maximum) and one copy to the host, and come back to the
+probe as numpy arrays. From a GPU they come while the next step is made, so that the host never waits for them. Sums of
+squares are handed over, not roots: only sums and maxima can be combined.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscale.norms import Norm
+from normscale.probes.sending import Fetched
 from normscale.probes.stopwatch import Stopwatch
 
 Array = NDArray[np.float64]
@@ -120,7 +122,8 @@ class Probe:
 
     A step calls, in this order: `begin`, `scaled_by`, then `after_forward` and `after_micro_batch` for each
     micro-batch, `after_backward`, `after_step` (also when the step was skipped), `hand_over` and `read`. They are
-    called on measured steps only.
+    called on measured steps only. `read` may come later, when the backward pass of the next step is done: what it
+    needs of the step is handed over with the rest.
 
     What raises an exception in any of them switches its probe off for the rest of the run (see `probes.guard`). So
     that a probe which fails on one rank alone holds up no other: `due` is a function of the step, and what
@@ -176,7 +179,7 @@ class Probe:
         return {}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
-        """Returns the reading, from what `hand_over` gave, combined over ranks and on the host in fp64."""
+        """Returns the reading, from what `hand_over` gave alone, combined over ranks and on the host in fp64."""
         return Reading()
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,38 +199,55 @@ def collect(
     probes: Sequence[Probe], reduce_sum: Callable[[Tensor], Tensor], reduce_max: Callable[[Tensor], Tensor]
 ) -> list[Reading]:
     """Returns the reading of every probe: at most two collectives whatever the depth, and one transfer."""
-    found = transferred([probe.hand_over() for probe in probes], reduce_sum, reduce_max)
+    found = Transfer([probe.hand_over() for probe in probes], reduce_sum, reduce_max).arrays()
     return [probe.read(values) for probe, values in zip(probes, found, strict=True)]
 
 
-def transferred(
-    given: Sequence[Mapping[str, Hand]],
-    reduce_sum: Callable[[Tensor], Tensor],
-    reduce_max: Callable[[Tensor], Tensor],
-) -> list[dict[str, Array]]:
-    """Returns what was handed over, combined over ranks and on the host.
+class Transfer:
+    """What was handed over, combined over ranks and on its way to the host: at most two collectives and one copy.
 
     NaN becomes +Inf on its way into a maximum, since gloo's MAX loses a NaN that is not on rank 0; the non-finite
     counts, which are sums, keep the truth.
+
+    `ready` says that the numbers can be had without waiting.
     """
-    parts: dict[Reduction, list[Tensor]] = {"sum": [], "max": [], "first": []}
-    places: list[dict[str, tuple[Reduction, int, int]]] = [{} for _ in given]
-    lengths = dict.fromkeys(parts, 0)
-    for i, hands in enumerate(given):
-        for name, (values, reduction) in hands.items():
-            flat = values.detach().double().reshape(-1)
-            parts[reduction].append(flat)
-            places[i][name] = (reduction, lengths[reduction], lengths[reduction] + flat.numel())
-            lengths[reduction] += flat.numel()
-    joined = {reduction: torch.cat(tensors) for reduction, tensors in parts.items() if tensors}
-    if "sum" in joined:
-        joined["sum"] = reduce_sum(joined["sum"])
-    if "max" in joined:
-        joined["max"] = reduce_max(torch.nan_to_num(joined["max"], nan=torch.inf, posinf=torch.inf, neginf=-torch.inf))
-    if not joined:
-        return [{} for _ in given]
-    host = torch.cat(list(joined.values())).cpu().numpy()
-    starts, at = {}, 0
-    for reduction, tensor in joined.items():
-        starts[reduction], at = at, at + tensor.numel()
-    return [{name: host[starts[r] + a : starts[r] + b] for name, (r, a, b) in place.items()} for place in places]
+
+    def __init__(
+        self,
+        given: Sequence[Mapping[str, Hand]],
+        reduce_sum: Callable[[Tensor], Tensor],
+        reduce_max: Callable[[Tensor], Tensor],
+    ) -> None:
+        parts: dict[Reduction, list[Tensor]] = {"sum": [], "max": [], "first": []}
+        lengths = dict.fromkeys(parts, 0)
+        self._places: list[dict[str, tuple[Reduction, int, int]]] = [{} for _ in given]
+        for places, hands in zip(self._places, given, strict=True):
+            for name, (values, reduction) in hands.items():
+                flat = values.detach().double().reshape(-1)
+                parts[reduction].append(flat)
+                places[name] = (reduction, lengths[reduction], lengths[reduction] + flat.numel())
+                lengths[reduction] += flat.numel()
+        joined = {reduction: torch.cat(tensors) for reduction, tensors in parts.items() if tensors}
+        if "sum" in joined:
+            joined["sum"] = reduce_sum(joined["sum"])
+        if "max" in joined:
+            joined["max"] = reduce_max(
+                torch.nan_to_num(joined["max"], nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            )
+        self._starts, at = {}, 0
+        for reduction, tensor in joined.items():
+            self._starts[reduction], at = at, at + tensor.numel()
+        self._fetched = Fetched(torch.cat([*joined.values()])) if joined else None
+
+    @property
+    def ready(self) -> bool:
+        return self._fetched is None or self._fetched.ready
+
+    def arrays(self) -> list[dict[str, Array]]:
+        """Returns of each that has handed over its arrays [n] by name."""
+        if self._fetched is None:
+            return [{} for _ in self._places]
+        host, starts = self._fetched.arrived().numpy(), self._starts
+        return [
+            {name: host[starts[r] + a : starts[r] + b] for name, (r, a, b) in places.items()} for places in self._places
+        ]

@@ -1,6 +1,6 @@
-"""Numbers of the host on their way to a device, for which nobody waits."""
+"""Numbers on their way to a device and back, for which nobody waits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,3 +15,47 @@ def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch
     """
     pinned = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+def _cuda_copied(device: torch.device) -> Callable[[], None]:
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
+
+
+COPIED: dict[str, Callable[[torch.device], Callable[[], None]]] = {"cuda": _cuda_copied}
+"""By the type of a device that copies while the host goes on: its device -> what waits for all that it has to do now.
+
+Of any other, the host waits for the copy itself.
+"""
+
+
+class Fetched:
+    """A tensor on its way from a device to the host.
+
+    `ready` says that it is there without waiting, as one is that lay on the host.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        device = values.device
+        copied = COPIED.get(device.type)
+        self._wait: Callable[[], None] | None = None
+        if copied is None:
+            self._host = values.cpu()
+        else:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
+            self._host.copy_(values, non_blocking=True)
+            self._wait = copied(device)
+
+    @property
+    def ready(self) -> bool:
+        return self._wait is None
+
+    def arrived(self) -> Tensor:
+        """Returns the tensor on the host; it waits if the device has not come so far."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self._host

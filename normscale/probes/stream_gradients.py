@@ -8,6 +8,7 @@ from torch import Tensor
 
 from normscale.probes.lengths import within
 from normscale.probes.probe import Array, Hand, Probe, Reading, Subject
+from normscale.probes.sending import sent
 
 
 class StreamGradients(Probe):
@@ -48,12 +49,14 @@ class StreamGradients(Probe):
         self.rows.zero_()  # a stream that gets no gradient the next time must not count this one again
 
     def hand_over(self) -> Mapping[str, Hand]:
-        return {"sums": Hand(self.sums, "sum"), "maxima": Hand(self.maxima, "max")}
+        factor = sent([self.factor], self.sums.device)
+        return {"sums": Hand(self.sums, "sum"), "maxima": Hand(self.maxima, "max"), "factor": Hand(factor, "first")}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
         squares, nonfinite = values["sums"].reshape(self.sites, self.per_site, 2).transpose(2, 0, 1)
-        absmax = values["maxima"].reshape(self.sites, self.per_site) / self.factor
-        norms = within(np.sqrt(squares) / self.factor, squares, absmax, np.inf)
+        factor = values["factor"][0]
+        absmax = values["maxima"].reshape(self.sites, self.per_site) / factor
+        norms = within(np.sqrt(squares) / factor, squares, absmax, np.inf)
         profiles = {
             "stream_grad_norm": norms[:, 1],
             "stream_grad_absmax": absmax[:, 1],

@@ -77,6 +77,7 @@ class Trainer(StepRecords):
 
         # A step is read on the host once: without these two numbers nobody could say whether to apply it.
         loss, norm = engine.loss_and_norm(total, count)
+        self.settle(recorder)
         finite = math.isfinite(loss) and math.isfinite(norm)
         factor = min(1.0, train.optim.clip / (norm + 1e-6)) if finite and train.optim.clip else 1.0
         lr = learning_rate(train.schedule, train.optim.lr, self.applied + 1, train.steps)

@@ -11,7 +11,7 @@ import numpy as np
 
 from normscale.config.schema import RunConfig
 from normscale.probes.culprit import Culprit
-from normscale.probes.guard import Guard
+from normscale.probes.guard import Guard, Sent
 from normscale.probes.ledger import MOST_PENDING, Entry, Ledger
 from normscale.probes.probe import Array, Reading
 from normscale.probes.spikes import SpikeScore
@@ -52,6 +52,17 @@ class Step:
     aside_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Unwritten:
+    """The record of one step that waits for what its probes have sent, where they have."""
+
+    step: int
+    applied: int
+    values: dict[str, float]
+    overflow: bool
+    sent: Sent | None
+
+
 MOST_SPIKES_TOLD = 20  # of each series; after that they are only counted, and their steps recorded
 
 
@@ -86,7 +97,9 @@ class StepRecords:
             engine.parameters(),
             engine.combined,
         )
-        self._clock, self._targets, self._aside_s = time.perf_counter(), 0, 0.0
+        self._clock, self._targets = time.perf_counter(), 0
+        self._aside_s = self._new_aside_s = 0.0  # what probes' own passes took so far, and of that since the last step
+        self._unwritten: Unwritten | None = None
 
     def records_state(self) -> dict[str, Any]:
         """Returns what has to survive a restart, the same on every rank."""
@@ -127,14 +140,18 @@ class StepRecords:
         self._targets += step.targets
         recorded = self._note_spikes(step, recorder) or measured or not step.applied
         if recorded:
-            aside_s = self._set_aside()
+            self._set_aside()
             self._record(step, measured, recorder)
-            step = replace(step, aside_s=aside_s + self._set_aside())
         if rows := self.ledger.flush(at_least=1 if recorded else MOST_PENDING):
             recorder.ledger(rows)
-        for probe, why in self.guard.news():
-            recorder.event(self.attempted, "probe_off", probe=probe, reason=why)
+        self._tell_news(self.attempted, recorder)
+        if self._new_aside_s:
+            step, self._new_aside_s = replace(step, aside_s=self._new_aside_s), 0.0
         return step
+
+    def _tell_news(self, step: int, recorder: Recorder) -> None:
+        for probe, why in self.guard.news():
+            recorder.event(step, "probe_off", probe=probe, reason=why)
 
     def _note_spikes(self, step: Step, recorder: Recorder) -> bool:
         """Returns whether the loss or the gradient norm has spiked; what a loss scale has spoilt does not count."""
@@ -153,12 +170,12 @@ class StepRecords:
             line = f"normscale: step {self.attempted}: {in_a_row} steps in a row were not applied ({reasons})"
             print(f"{line}; the weights are those of {in_a_row} steps before", file=sys.stderr, flush=True)
 
-    def _set_aside(self) -> float:
-        """Returns what the probes' own passes took since it was last asked; leaves it out of the tokens a second."""
+    def _set_aside(self) -> None:
+        """Takes note of what the probes' own passes took since it last did; leaves it out of the tokens a second."""
         spent = sum(self.guard.seconds().values())
         new, self._aside_s = spent - self._aside_s, spent
+        self._new_aside_s += new
         self.paused(new)
-        return new
 
     def paused(self, seconds: float) -> None:
         """Leaves time that was not spent on training out of the tokens a second."""
@@ -181,25 +198,41 @@ class StepRecords:
         if step.scale is not None:
             values["loss_scale"] = step.scale
         self._clock, self._targets = now, 0
-        readings = self.guard.collect(self.attempted, self.engine.sum, self.engine.max) if measured else []
-        if step.overflow:  # what the scale has spoilt says nothing of the model
+        sent = self.guard.send(self.attempted, self.engine.sum, self.engine.max) if measured else None
+        self._unwritten = Unwritten(self.attempted, self.applied, values, step.overflow, sent)
+        if sent is None or sent.ready:
+            self.settle(recorder)
+
+    def settle(self, recorder: Recorder, alone: bool = False) -> None:
+        """Writes the record that waits for numbers of its probes, if one does: where the host has just waited anyway.
+
+        On a GPU that is when the next step is read, or when something is recorded, kept or ended before that. All ranks
+        call it together, but one that is `alone` with an error.
+        """
+        waiting, self._unwritten = self._unwritten, None
+        if waiting is None:
+            return
+        values, readings = waiting.values, [] if waiting.sent is None else self.guard.receive(waiting.sent, alone)
+        if waiting.overflow:  # what the scale has spoilt says nothing of the model
             readings = [_finite(reading) for reading in readings]
         for reading in readings:
             values |= reading.scalars
             self.last_profiles |= reading.profiles
-        self.provenance.remember(self.attempted, {n: p for reading in readings for n, p in reading.profiles.items()})
-        if step.overflow:
+        self.provenance.remember(waiting.step, {n: p for reading in readings for n, p in reading.profiles.items()})
+        if waiting.overflow:
             values = {name: value for name, value in values.items() if math.isfinite(value)}
         if "update" in values:
             asked = self.config.probes.update.steps
             self.updates = {at: value for at, value in self.updates.items() if at in asked}
-            self.updates[self.attempted] = values["update"]
-        recorder.metrics(self.attempted, self.applied, values)
+            self.updates[waiting.step] = values["update"]
+        recorder.metrics(waiting.step, waiting.applied, values)
         for reading in readings:
             for name, profile in reading.profiles.items():
-                recorder.profile(self.attempted, name, profile)
+                recorder.profile(waiting.step, name, profile)
             for event, fields in reading.events:
-                recorder.event(self.attempted, event, **fields)
+                recorder.event(waiting.step, event, **fields)
+        self._set_aside()
+        self._tell_news(waiting.step, recorder)
 
     def _note_bad_step(self, loss: float, norm: float, count: int, recorder: Recorder) -> None:
         """Records where the step went wrong and which gradients are not finite, before anything touches them."""

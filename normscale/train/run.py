@@ -169,6 +169,8 @@ def _run(
             raise RunFailed(f"{LOST_RANK}: {said}; the first rank that failed says why") from error
         raise
     finally:
+        with suppress(Exception):  # of a device that has failed, or of a step that was never made
+            session.trainer.settle(recorder, alone=True)
         recorder.end(outcome, code, summary)
         recorder.close()
         roll.close()

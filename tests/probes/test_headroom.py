@@ -108,6 +108,7 @@ def test_a_stream_in_fp32_has_the_room_of_fp32_where_only_norms_read_it(scheme: 
     trainer_of([probe], {"scheme": scheme, "M": 1}, precision={"compute": "fp16"})
     absmax = np.array([[1e-6, 1e-6], [1e-36, 1e6]])  # the stream of the second site is past fp16's largest number
     values = {"sums": np.ones(12), "positions": np.array([0.0, 4.0]), "maxima": absmax.ravel()}
+    values["step"] = np.ones(1)
     probe.begin(1)
     bits = probe.read(values).profiles["headroom_bits"]
     assert bits[0] == pytest.approx(math.log2(FP16 / 1e-6))  # the branch's, which products make
