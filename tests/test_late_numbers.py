@@ -5,6 +5,7 @@ Here a CPU sends it so: `late` has every copy to the host wait until it is asked
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 def told(found: RunRecord) -> dict[str, Any]:
     """Returns all that a run's records say, but for times."""
     series = {name: (each.steps, each.values) for name, each in found.series.items() if name not in TIMES}
-    events = {
-        i: {k: v for k, v in event.items() if k not in ("t", "seconds")} for i, event in enumerate(found.events)
-    }
+    events = {i: {k: v for k, v in event.items() if k not in ("t", "seconds")} for i, event in enumerate(found.events)}
+    ledger = {row["step"]: row for row in found.ledger}
     summary = {k: v for k, v in found.summary.items() if k not in TIMES and not k.endswith(PROBE_S)}
     summary = {k: v for k, v in summary.items() if "memory" not in k and not k.startswith("mfu")}
     profiles = {name: [*zip(each.steps, each.data.tolist(), strict=True)] for name, each in found.profiles.items()}
-    return {"series": series, "events": events, "summary": summary, "profiles": profiles}
+    return {"series": series, "events": events, "summary": summary, "profiles": profiles, "ledger": ledger}
 
 
 def differences(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
@@ -120,6 +120,25 @@ def test_a_monitored_run_is_recorded_the_same(every: int, late: Callable[[bool],
 
 
 @pytest.mark.parametrize("on", [True, False])
+def test_the_ledger_has_the_loss_scale_after_each_step(on: bool, late: Callable[[bool], None], tmp_path: Path) -> None:
+    late(on)
+    model, scaler = made.net(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    monitor = normscale.Monitor(model, runs=tmp_path, every=3)
+    optimizer = made.adamw(model)
+    for i, batch in enumerate(made.batches(6)):
+        monitor.micro_batch(batch)
+        loss = made.loss_fn(model, batch) * (math.nan if i == 4 else 1.0)
+        scaler.scale(loss).backward()
+        monitor.step(optimizer, torch.zeros(()) if i == 4 else loss, scaler=scaler)
+        optimizer.zero_grad()
+    found = made.record(monitor)
+    scales = [4.0, 4.0, 8.0, 8.0, 16.0, 8.0, 8.0]
+    assert [(row["scale_before"], row["scale_after"]) for row in found.ledger] == list(pairwise(scales))
+    assert [row["reason"] for row in found.ledger] == [None] * 4 + ["loss scale overflow", None]
+    assert found.series["loss_scale"].values == [4.0, 8.0, 16.0, 8.0]
+
+
+@pytest.mark.parametrize("on", [True, False])
 def test_an_error_in_the_next_step_loses_nothing(
     on: bool, late: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,9 +163,15 @@ def test_an_error_in_the_next_step_loses_nothing(
 def test_an_error_in_a_monitored_loop_loses_nothing(on: bool, late: Callable[[bool], None], tmp_path: Path) -> None:
     late(on)
     model = made.net()
-    with pytest.raises(ZeroDivisionError), normscale.Monitor(model, runs=tmp_path, every=1) as monitor:
-        made.train(model, monitor, made.batches(2))
-        raise ZeroDivisionError
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1)
+
+    def loop() -> None:
+        with monitor:
+            made.train(model, monitor, made.batches(2))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
     assert read_run(monitor.run_dir).profiles["stream_rms"].steps == [1, 2]
 
 

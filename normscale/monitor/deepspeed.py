@@ -111,7 +111,8 @@ class DeepSpeed(Engine):
         loss = on_device(asked.loss, _device(self.engine))
         value = float(loss)
         self.scale_before = after = self._scale()
-        scales = None if scale is None or after is None else (scale, after)
+        scale = None if after is None else scale
+        after = None if scale is None else after
         if applied:
             fine = norm is None or math.isfinite(norm)
             return Result(
@@ -120,14 +121,15 @@ class DeepSpeed(Engine):
                 norm,
                 self._clipped(norm),
                 None,
-                scales,
-                fine,
+                scale,
+                after,
+                intact=fine,
             )
         bad_losses = float(self.sum((~torch.isfinite(loss)).double().reshape(1)))
         reason: Reason = "non-finite loss" if bad_losses else "non-finite gradient"
         if not bad_losses and scale is not None and scale > self._least_scale():
             reason = "loss scale overflow"
-        return Result(reason, value, None if norm is None or math.isfinite(norm) else math.nan, None, None, scales)
+        return Result(reason, value, None if norm is None or math.isfinite(norm) else math.nan, None, None, scale, after)
 
     def _checked_step(self, asked: Attempt) -> Result:
         """Makes a step of stage 0 in fp32, of which the engine would apply anything."""
@@ -135,7 +137,7 @@ class DeepSpeed(Engine):
         gradients = Gradients([p for p in engine.module.parameters() if p.requires_grad])
         gradients.fresh()
         asked.after_backward(gradients)
-        reason, loss, norm, _, _ = self._judge(asked, gradients, None)
+        reason, loss, norm, *_ = self._judge(asked, gradients)
         if reason == "applied":
             asked.before_step()
             engine.step()

@@ -15,6 +15,7 @@ from normscale.monitor.gradients import Gradients, Shown
 from normscale.monitor.pieces import is_dtensor
 from normscale.monitor.report import Reason
 from normscale.probes.joint import Joint
+from normscale.probes.sending import Fetched
 
 
 def _nothing() -> None: ...
@@ -61,7 +62,9 @@ class Result:
         norm: before clipping; None where it was not measured or cannot be had.
         clipped: after clipping, likewise; None where the loop has measured the norm, and may have clipped by it.
         gradients: the gradients, where they can be looked at, and nobody has clipped them or all are finite.
-        scale: the loss scale of the step and the one after it.
+        scale: the loss scale of the step.
+        scale_after: the one after it, where it is on the host already.
+        scale_late: the same, where it is still on its way there.
         intact: whether the parameters are those before the step, so that it can be replayed.
         final: why the engine itself ends the run here, if it does.
     """
@@ -71,7 +74,9 @@ class Result:
     norm: float | None = None
     clipped: float | None = None
     gradients: Gradients | None = None
-    scale: tuple[float, float] | None = None
+    scale: float | None = None
+    scale_after: float | None = None
+    scale_late: Fetched | None = None
     intact: bool = True
     final: str = ""
 
@@ -88,7 +93,8 @@ class Result:
 class Verdict(NamedTuple):
     """What is found of a step: the reason, this rank's loss, the norm, and the norm as a tensor where it is to clip.
 
-    `looked` says that the gradients were, and not only the norm that a loop has measured.
+    `looked` says that the gradients were, and not only the norm that a loop has measured. `scale` is that of the loss,
+    where there is one.
     """
 
     reason: Reason
@@ -96,6 +102,7 @@ class Verdict(NamedTuple):
     norm: float | None
     total: Tensor | None
     looked: bool
+    scale: float | None
 
 
 class Engine:
@@ -179,7 +186,7 @@ class Engine:
         before = None if scaler is None else _scale_of(scaler, gradients.device)
         found = None if scaler is None else _unscaled(scaler, optimizer)
         asked.after_backward(gradients)
-        reason, loss, norm, total, looked = self._judge(asked, gradients, found)
+        reason, loss, norm, total, looked, scale = self._judge(asked, gradients, found, before)
         clipped = norm if looked else None
         if reason == "applied":
             if total is not None and asked.clip is not None and norm is not None:
@@ -195,19 +202,20 @@ class Engine:
                 reason = "skipped by the engine"
         elif scaler is not None:
             scaler.update()
-        scales = None if before is None else _both(before, _scale_of(scaler, gradients.device))
-        if scales is not None and reason not in ("applied", "non-finite loss") and self._lowered(scales, gradients):
-            reason = "loss scale overflow"
-        shown = looked or reason == "norm overflow"
-        return Result(reason, loss, norm, clipped, gradients if shown else None, scales)
+        after = None if scale is None else Fetched(_scale_of(scaler, gradients.device))
+        at_once = after is not None and (after.ready or reason != "applied")
+        scale_after = float(after.arrived()) if after is not None and at_once else None
+        if scale is not None and scale_after is not None and reason not in ("applied", "non-finite loss"):
+            reason = "loss scale overflow" if self._lowered(scale, scale_after, gradients) else reason
+        shown = gradients if looked or reason == "norm overflow" else None
+        return Result(reason, loss, norm, clipped, shown, scale, scale_after, None if at_once else after)
 
-    def _lowered(self, scales: tuple[float, float], gradients: Gradients) -> bool:
+    def _lowered(self, before: float, after: float, gradients: Gradients) -> bool:
         """Returns whether a bad step can be put down to the loss scale, which has fallen for it, on some rank.
 
         One that is static, or at its own floor, does not fall. GradScaler has no floor: at 1 and below, gradients are
         no larger than the model's own.
         """
-        before, after = scales
         fallen = after < before and before > 1.0
         if self._alike(gradients):
             return fallen
@@ -226,8 +234,13 @@ class Engine:
         """Returns whether every rank has the same gradients, so that all decide alike without a word."""
         return self.world == 1 or (self.ddp and not gradients.sharded)
 
-    def _judge(self, asked: Attempt, gradients: Gradients, found: Tensor | None) -> Verdict:
-        """Returns what is found; the host reads once: nobody could say without that whether to apply the step."""
+    def _judge(
+        self, asked: Attempt, gradients: Gradients, found: Tensor | None = None, scale: Tensor | None = None
+    ) -> Verdict:
+        """Returns what is found; the host reads once: nobody could say without that whether to apply the step.
+
+        `found` says whether a GradScaler has seen what is not finite; `scale` is its own.
+        """
         alike = self._alike(gradients)
         device = gradients.device
         loss, norm, total = on_device(asked.loss, device), None, None
@@ -244,16 +257,17 @@ class Engine:
         bad = torch.stack([flag.double() for flag in flags]).amax() if flags else gradients.nonfinite().double()
         size = loss if norm is None else norm
         unknown = torch.zeros_like(size) if norm is None else (norm < 0).double()
-        numbers = torch.stack([loss, size, bad, (~torch.isfinite(loss)).double(), unknown, size.square()])
+        bad_loss, kept = (~torch.isfinite(loss)).double(), loss if scale is None else scale.double()
+        numbers = torch.stack([kept, loss, size, bad, bad_loss, unknown, size.square()])
         if not alike:
-            numbers[2:] = self.sum(numbers[2:])
+            numbers[3:] = self.sum(numbers[3:])
         if not alike and total is not None:  # parts, whose squares have come together with all else
-            numbers[1] = numbers[5].sqrt()
-            numbers[2] += ~torch.isfinite(numbers[1])
-            total = numbers[1].float()
-        value, length, any_bad, bad_losses, unmeasured, _ = numbers.tolist()
+            numbers[2] = numbers[6].sqrt()
+            numbers[3] += ~torch.isfinite(numbers[2])
+            total = numbers[2].float()
+        factor, value, length, any_bad, bad_losses, unmeasured, _ = numbers.tolist()
         if unmeasured:
-            return self._judge(replace(asked, grad_norm=None, norm_wanted=True), gradients, found)
+            return self._judge(replace(asked, grad_norm=None, norm_wanted=True), gradients, found, scale)
         if asked.grad_norm is not None and asked.clip is not None:
             raise BadInput(
                 f"monitor.step: grad_norm= with Monitor(clip={asked.clip}): either the loop measures and clips, or the "
@@ -261,7 +275,7 @@ class Engine:
             )
         if alike and self.world > 1:
             # A loss that is not finite on one rank, while all gradients are, does no harm there: it is only counted.
-            bad_losses = float(self.sum(numbers[3:4])) if any_bad else 0.0
+            bad_losses = float(self.sum(numbers[4:5])) if any_bad else 0.0
         reason: Reason = "applied"
         if bad_losses:
             reason = "non-finite loss"
@@ -269,7 +283,8 @@ class Engine:
             entries = norm is None or float(gradients.nonfinite() if alike else self.sum(gradients.nonfinite())) > 0
             reason = "non-finite gradient" if entries else "norm overflow"
         total = total if asked.clip is not None else None
-        return Verdict(reason, value, None if norm is None else length, total, asked.grad_norm is None)
+        length_known = None if norm is None else length
+        return Verdict(reason, value, length_known, total, asked.grad_norm is None, None if scale is None else factor)
 
 
 def on_device(number: Any, device: torch.device) -> Tensor:
@@ -301,12 +316,6 @@ def _scale_of(scaler: Any, device: torch.device) -> Tensor:
     except AttributeError:
         raise _no_grad_scaler(scaler) from None
     return scale
-
-
-def _both(before: Tensor, after: Tensor) -> tuple[float, float]:
-    """Returns two loss scales on the host, which waits once."""
-    first, second = torch.stack([before, after]).tolist()
-    return first, second
 
 
 def _no_grad_scaler(scaler: Any) -> BadInput:

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +53,10 @@ class Journal:
             lr,
             result.norm,
             result.clipped,
-            *(result.scale or (None, None)),
+            result.scale,
+            result.scale_after,
         )
-        for event, fields in self.ledger.add(entry):
+        for event, fields in self.ledger.add(entry, result.scale_late):
             self.records.event(step, event, **fields)
             in_a_row, reasons = fields["in_a_row"], fields["reasons"]
             self._say(
@@ -74,6 +76,7 @@ class Journal:
         self._write(page, readings)
         if said := disagreements(page.entry, counts):
             self.records.event(page.entry.step, "ledger", says="; ".join(said))
+        self.ledger.complete()
         self._write_ledger()
 
     def bad(self, step: int, result: Result, found: Mapping[str, Any], policy: str, in_a_row: int) -> None:
@@ -81,7 +84,7 @@ class Journal:
         if self.first_bad is None:
             self.first_bad = (step, int(found["layer"]), str(found["parameter"]))
         norm = {} if result.norm is None else {"grad_norm": result.norm}
-        scale = {"loss_scale": result.scale[0]} if result.scale else {}
+        scale = {} if result.scale is None else {"loss_scale": result.scale}
         said = {"reason": result.reason, "policy": policy, "in_a_row": in_a_row}
         self.records.event(step, "nonfinite", loss=result.loss, **norm, **scale, **found, **said)
 
@@ -115,6 +118,8 @@ class Journal:
 
     def end(self, outcome: Outcome, exit_code: int, steps: int, applied: int, probe_s: Mapping[str, float]) -> None:
         """Writes the end; `probe_s` are the seconds of each probe's own passes."""
+        with suppress(RuntimeError):  # of a device that has failed
+            self.ledger.complete()
         self._write_ledger()
         bad_step, bad_layer, bad_parameter = self.first_bad or (-1, -1, "")
         summary: dict[str, float | int | str] = {
@@ -159,7 +164,7 @@ class Journal:
             "grad_norm": result.norm,
             "grad_norm_clipped": result.clipped,
             "lr": entry.lr,
-            "loss_scale": result.scale[0] if result.scale else None,
+            "loss_scale": result.scale,
             "applied": float(applied),
         }
 

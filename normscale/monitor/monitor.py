@@ -74,7 +74,7 @@ class Monitor:
     `accelerator.backward`. Every rank makes a monitor and calls it alike; rank 0 writes.
 
     It does not change training: no random numbers or gradients. The host waits for a GPU once a step, as it does to
-    read a loss, and once more where there is a loss scale; what a recorded step has measured there is written when the
+    read a loss; what a recorded step has measured there is written when the
     next step is read, or at the end. A step that is not applied is undone in whole: buffers that its forward passes
     wrote, such as running averages, are put back, of which a copy is kept each step. Micro-batches are kept by
     reference until the step is made: fill a new one each time, else a replay has other numbers, which its record then

@@ -144,7 +144,7 @@ class Provenance:
             return None, "no loss_fn was given, so nothing was replayed"
         if not result.intact:
             return None, "the step was applied, so that it cannot be replayed"
-        loss_fn, scale = self.loss_fn, result.scale[0] if result.scale else 1.0
+        loss_fn, scale = self.loss_fn, 1.0 if result.scale is None else result.scale
 
         def loss_of(batch: Any) -> Tensor:
             with self._around.again():

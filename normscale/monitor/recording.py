@@ -46,7 +46,7 @@ class Recording:
         self, step: int, applied: int, result: Result, engine: Engine, optimizer: Any, scheduler: Any, measured: bool
     ) -> None:
         """Takes in a step that was made; `applied` are the steps so far that were. All ranks call it together."""
-        scale = result.scale[0] if result.scale else 1.0
+        scale = 1.0 if result.scale is None else result.scale
         if self.depth.rows is not None:
             self.depth.rows.unscaled = 1.0 / (scale * (engine.world if engine.averages else 1))
         self.losses.add(step, result.loss, result.reason == "applied" and not math.isfinite(result.loss))

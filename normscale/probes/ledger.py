@@ -6,7 +6,7 @@ number of the step before) is resolved by `resolved_norm`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from normscale.probes.probe import Array, Hand, Parameters, Probe, Reading, Reduction, Span
+from normscale.probes.sending import Fetched
 
 Reason = Literal["non-finite loss", "non-finite gradient", "norm overflow", "loss scale overflow"]
 
@@ -135,6 +136,7 @@ class Ledger(Probe):
         self.reasons: list[str] = []  # of the steps in a row, at most `stalled`
         self.pending: list[Entry] = []
         self.last: Entry | None = None
+        self._late: Fetched | None = None  # the loss scale after the last step, on its way to the host
         self.optimizer: torch.optim.Optimizer | None = None
         self.before: Tensor | None = None
         self.changed: Tensor | None = None
@@ -142,9 +144,14 @@ class Ledger(Probe):
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def add(self, entry: Entry) -> list[tuple[str, dict[str, Any]]]:
-        """Takes in an attempted step; returns the events it makes, each with its fields."""
-        self.last = entry
+    def add(self, entry: Entry, scale_after: Fetched | None = None) -> list[tuple[str, dict[str, Any]]]:
+        """Takes in an attempted step; returns the events it makes, each with its fields.
+
+        `scale_after` is that of the entry where it is still on its way: the row is complete when the next step, which
+        the host has waited for, is added.
+        """
+        self.complete()
+        self.last, self._late = entry, scale_after
         self.pending.append(entry)
         if entry.applied:
             self.applied += 1
@@ -157,11 +164,18 @@ class Ledger(Probe):
             return []
         return [("stalled", {"in_a_row": self.in_a_row, "reasons": in_runs(self.reasons)})]
 
+    def complete(self) -> None:
+        """Completes the last row; it waits if its loss scale has not come yet."""
+        late, self._late = self._late, None
+        if late is not None and self.pending:
+            self.pending[-1] = replace(self.pending[-1], scale_after=float(late.arrived()))
+
     def flush(self, at_least: int = 1) -> list[dict[str, Any]]:
-        """Returns the rows that were not given yet, and forgets them; none if there are fewer than `at_least`."""
+        """Returns the complete rows that were not given yet, and forgets them; none if fewer than `at_least` wait."""
         if len(self.pending) < at_least:
             return []
-        rows, self.pending = [asdict(entry) for entry in self.pending], []
+        complete = len(self.pending) - (self._late is not None)
+        rows, self.pending = [asdict(entry) for entry in self.pending[:complete]], self.pending[complete:]
         return rows
 
     def begin(self, step: int) -> None:
