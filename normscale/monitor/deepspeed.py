@@ -129,7 +129,9 @@ class DeepSpeed(Engine):
         reason: Reason = "non-finite loss" if bad_losses else "non-finite gradient"
         if not bad_losses and scale is not None and scale > self._least_scale():
             reason = "loss scale overflow"
-        return Result(reason, value, None if norm is None or math.isfinite(norm) else math.nan, None, None, scale, after)
+        return Result(
+            reason, value, None if norm is None or math.isfinite(norm) else math.nan, None, None, scale, after
+        )
 
     def _checked_step(self, asked: Attempt) -> Result:
         """Makes a step of stage 0 in fp32, of which the engine would apply anything."""
