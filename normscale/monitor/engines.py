@@ -108,8 +108,9 @@ class Verdict(NamedTuple):
 class Engine:
     """One process, DistributedDataParallel or FSDP2: gradients lie in `.grad`, reduced, and the step is ours to make.
 
-    Under DDP every rank has the same gradients, to the bit, so that all decide alike without a word; where ranks hold
-    shards, or something else that is not known, one sum of a few numbers a step makes them.
+    What DDP averages over all ranks is the same on each, to the bit, so that all decide alike without a word; where
+    ranks hold shards, or something else that is not known, one sum of a few numbers a step makes them. That is so, too,
+    where the optimizer has a parameter beside DDP's, or one that DDP ignores, and where DDP spans a part of the ranks.
     """
 
     name = "plain"
@@ -117,8 +118,9 @@ class Engine:
     def __init__(self, model: nn.Module) -> None:
         several = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self.ddp = isinstance(model, DistributedDataParallel)
-        self.name = "ddp" if self.ddp else "plain"
+        self.name, self._averaged = "plain", dict[int, Tensor]()
+        if isinstance(model, DistributedDataParallel):
+            self.name, self._averaged = "ddp", _averaged(model, self.world)
         self._gradients: dict[int, Gradients] = {}
         self._gathers = False
         self._joint: Joint | None = None
@@ -217,7 +219,7 @@ class Engine:
         no larger than the model's own.
         """
         fallen = after < before and before > 1.0
-        if self._alike(gradients):
+        if self.alike(gradients):
             return fallen
         return float(self.sum(torch.tensor([fallen], dtype=torch.float64, device=gradients.device))) > 0
 
@@ -227,12 +229,12 @@ class Engine:
         known = self._gradients.get(id(optimizer))
         if known is None or not known.are(lists):
             parameters = [p for own in lists for p in own]
-            known = self._gradients[id(optimizer)] = Gradients(parameters)
+            known = self._gradients[id(optimizer)] = Gradients(parameters, self._averaged)
         return known
 
-    def _alike(self, gradients: Gradients) -> bool:
+    def alike(self, gradients: Gradients) -> bool:
         """Returns whether every rank has the same gradients, so that all decide alike without a word."""
-        return self.world == 1 or (self.ddp and not gradients.sharded)
+        return self.world == 1 or not (gradients.sharded or any(p.requires_grad for p in gradients.own))
 
     def _judge(
         self, asked: Attempt, gradients: Gradients, found: Tensor | None = None, scale: Tensor | None = None
@@ -241,7 +243,7 @@ class Engine:
 
         `found` says whether a GradScaler has seen what is not finite; `scale` is its own.
         """
-        alike = self._alike(gradients)
+        alike = self.alike(gradients)
         device = gradients.device
         loss, norm, total = on_device(asked.loss, device), None, None
         if asked.grad_norm is not None:
@@ -297,6 +299,14 @@ def on_device(number: Any, device: torch.device) -> Tensor:
 def whole(norm: Any) -> Any:
     """Returns a norm that may be a DTensor as every rank has it."""
     return cast(Any, norm).full_tensor() if isinstance(norm, Tensor) and is_dtensor(norm) else norm
+
+
+def _averaged(ddp: DistributedDataParallel, world: int) -> dict[int, Tensor]:
+    """Returns by id the parameters whose gradients DDP averages over all ranks."""
+    if ddp.process_group.size() < world:
+        return {}
+    ignored = ddp.parameters_to_ignore
+    return {id(p): p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
 
 
 def _rate(groups: Any) -> float | None:

@@ -1,7 +1,7 @@
 """The gradients of what an optimizer steps: whether they are finite, and how large they are."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -27,10 +27,13 @@ class Gradients:
     Attributes:
         parameters: those of an optimizer.
         sharded: whether some are pieces of a DTensor, so that only sums over ranks say something of the whole.
+        own: those whose gradients may be others on each rank.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], averaged: Container[int] = ()) -> None:
+        """Takes the parameters, and the ids of those that have the same gradient on every rank."""
         self.parameters = list(parameters)
+        self.own = [p for p in self.parameters if id(p) not in averaged]
         self.sharded = any(is_dtensor(p) for p in self.parameters)
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         # Of one device and dtype, and whole, as their gradients are then: no need to sort 16 000 of them each step.

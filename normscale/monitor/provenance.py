@@ -229,7 +229,7 @@ class Provenance:
         names = {id(p): plain_name(name) for name, p in self.inner.named_parameters()}
         faults = tried(lambda: result.gradients.faults(names) if result.gradients is not None else []) or []
         parameters = result.gradients.parameters
-        if result.gradients.sharded and engine.world > 1:
+        if not engine.alike(result.gradients):
             gathered: list[list[dict[str, Any]]] = [[] for _ in range(engine.world)]
             dist.all_gather_object(gathered, faults)
             pieces = {names.get(id(p), ""): p for p in parameters if is_dtensor(p)}
