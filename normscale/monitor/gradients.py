@@ -75,7 +75,7 @@ class Gradients:
         except NotImplementedError:  # of sparse ones
             self._one_kind, flags = False, []
         flags = flags or [self._check(device, pieces) for device, pieces in grouped(grads)]
-        return torch.cat(flags).amax() if flags else torch.zeros((), device=self.device)
+        return torch.cat(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def norms(self) -> Tensor:
@@ -154,7 +154,8 @@ class Gradients:
         Shape: result [1].
         """
         if device not in self._scratch:
-            self._scratch[device] = (torch.zeros(1, device=device), torch.ones(1, device=device))
+            found = torch.zeros(1, dtype=torch.float32, device=device)  # whatever the loop has made the default
+            self._scratch[device] = (found, torch.ones_like(found))
         found, one = self._scratch[device]
         found.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(pieces, found, one)

@@ -126,7 +126,8 @@ def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None 
             padding = ~keep_B11S[at.sequences]
             hidden = padding if hidden is None else hidden | padding
         if on_host(q_nHmK):
-            return torch.tensor(_read(q_nHmK.numpy(), k_nHSK.numpy(), None if hidden is None else hidden.numpy()))
+            read = _read(q_nHmK.numpy(), k_nHSK.numpy(), None if hidden is None else hidden.numpy())
+            return torch.tensor(read, dtype=torch.float32)
         scores = q_nHmK @ k_nHSK.contiguous().mT  # a product of strided batches takes twice the time
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)

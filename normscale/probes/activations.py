@@ -30,10 +30,10 @@ class Activations(Probe):
         self.sites, self.per_site, self.width = len(subject.sites), subject.rows_per_site, subject.width
         self.streams, self.has_z = subject.streams, subject.sums
         count = self.sites * self.per_site
-        self.rows = torch.zeros(count, 3, device=subject.device)
-        self.entries = torch.zeros(count, 1, device=subject.device)  # their sums
-        self.sums = torch.zeros(count, 3, device=subject.device)
-        self.maxima = torch.zeros(count, device=subject.device)
+        self.rows = torch.zeros(count, 3, dtype=torch.float32, device=subject.device)
+        self.entries = torch.zeros(count, 1, dtype=torch.float32, device=subject.device)  # their sums
+        self.sums = torch.zeros(count, 3, dtype=torch.float32, device=subject.device)
+        self.maxima = torch.zeros(count, dtype=torch.float32, device=subject.device)
         self.sides = [site.partition(".")[0] for site in subject.sites]
         limits = [subject.largest, *[subject.largest_stream] * subject.streams, *[subject.largest_sum] * self.has_z]
         self.room = subject.largest / np.array(limits)  # what an entry of each row is to be compared as

@@ -29,7 +29,7 @@ class Angles(Probe):
         )  # no block, but one side's end and the next entry
         rows = len(blocks) + len(set(sides))
         self.own = [i for i in range(rows - 1) if i != between]
-        self.samples = torch.zeros(rows, SAMPLES, subject.width, device=subject.device)
+        self.samples = torch.zeros(rows, SAMPLES, subject.width, dtype=torch.float32, device=subject.device)
         self.sums = torch.zeros(rows, dtype=torch.float64, device=subject.device)
 
     def buffers(self) -> Mapping[str, Tensor]:

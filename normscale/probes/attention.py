@@ -24,10 +24,10 @@ class Attention(Probe):
     def attach(self, subject: Subject) -> None:
         self.sites = len(subject.sites)
         self.where = [i for i, site in enumerate(subject.sites) if not site.endswith(".ffn")]
-        self.rows = torch.zeros(self.sites * subject.rows_per_site, 2, device=subject.device)
+        self.rows = torch.zeros(self.sites * subject.rows_per_site, 2, dtype=torch.float32, device=subject.device)
         self.index = torch.tensor(self.where, device=subject.device) * subject.rows_per_site
         self.sums = torch.zeros(len(self.where) + 1, dtype=torch.float64, device=subject.device)
-        self.maxima = torch.zeros(len(self.where), device=subject.device)
+        self.maxima = torch.zeros(len(self.where), dtype=torch.float32, device=subject.device)
 
     def buffers(self) -> Mapping[str, Tensor]:
         return {"attention": self.rows}

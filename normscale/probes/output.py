@@ -21,7 +21,7 @@ class OutputSoftmax(Probe):
 
     def attach(self, subject: Subject) -> None:
         self.sums = torch.zeros(2, dtype=torch.float64, device=subject.device)
-        self.largest = torch.zeros((), device=subject.device)
+        self.largest = torch.zeros((), dtype=torch.float32, device=subject.device)
 
     def begin(self, step: int) -> None:
         self.sums.zero_()

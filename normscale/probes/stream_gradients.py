@@ -27,9 +27,9 @@ class StreamGradients(Probe):
     def attach(self, subject: Subject) -> None:
         self.sites, self.per_site, self.streams = len(subject.sites), subject.rows_per_site, subject.streams
         count = self.sites * self.per_site
-        self.rows = torch.zeros(count, 3, device=subject.device)
+        self.rows = torch.zeros(count, 3, dtype=torch.float32, device=subject.device)
         self.sums = torch.zeros(count, 2, dtype=torch.float64, device=subject.device)
-        self.maxima = torch.zeros(count, device=subject.device)
+        self.maxima = torch.zeros(count, dtype=torch.float32, device=subject.device)
         self.factor = 1.0
 
     def buffers(self) -> Mapping[str, Tensor]:
