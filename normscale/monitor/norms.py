@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ class NormShadows(HookedProbe):
         x, y = main_tensor(args), main_tensor(output)
         if index in self.seen or x is None or y is None or x.shape != y.shape or x.dim() < 2 or not x.numel():
             return
-        eps, none = eps_of(module, x.dtype), torch.zeros(x.shape[-1], dtype=torch.float64, device=x.device)
+        eps, none = eps_of(module, x), torch.zeros(x.shape[-1], dtype=torch.float64, device=x.device)
         gain, whole = _held(module, ("weight", "gamma", "scale"), x.shape[-1])
         bias, also = _held(module, ("bias",), x.shape[-1])
         if eps is None or not (whole and also):
@@ -127,16 +128,42 @@ def is_norm(module: nn.Module) -> bool:
     """Returns whether a module looks like a norm over the last dimension that has an eps."""
     named = any(_LIKE.search(kind.__name__) for kind in type(module).__mro__)
     over_last = len(getattr(module, "normalized_shape", (0,))) == 1
-    return named and over_last and not module._modules and eps_of(module, torch.float32) is not None
+    return (
+        named and over_last and not module._modules and eps_of(module, torch.zeros(1, dtype=torch.float32)) is not None
+    )
 
 
-def eps_of(module: nn.Module, dtype: torch.dtype) -> float | None:
-    """Returns the eps of a norm whose input has a dtype; None without one."""
+def eps_of(module: nn.Module, x: Tensor) -> float | Tensor | None:
+    """Returns the eps of a norm with an input, as a number or a 0-d tensor where that is; None without one."""
     for name in ("eps", "variance_epsilon", "epsilon"):
         eps = getattr(module, name, None)
         if isinstance(eps, float | int):
             return float(eps)
-    return torch.finfo(dtype).eps if isinstance(module, nn.RMSNorm) else None  # which is what its None stands for
+    if not isinstance(module, nn.RMSNorm):
+        return None
+    weight = None if module.weight is None else module.weight.dtype
+    return _default_eps(x.dtype, weight, x.device, torch.is_autocast_enabled(x.device.type))
+
+
+@cache
+def _default_eps(
+    dtype: torch.dtype, weight: torch.dtype | None, device: torch.device, autocast: bool
+) -> float | Tensor:
+    """Returns what torch's RMSNorm adds where its eps is None: the machine epsilon of a dtype, fp32's or that of x.
+
+    Versions of torch, and ways to compute it, differ in which one that is for half precision. So it is asked for by
+    an input whose square is far below both; the host does not wait for the answer.
+
+    Shape: result 0-d fp64.
+    """
+    own, wide = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    if own == wide:
+        return own
+    x = torch.full((2,), 2.0**-14, dtype=dtype, device=device)
+    gain = None if weight is None else torch.ones(2, dtype=weight, device=device)
+    y = nn.functional.rms_norm(x, (2,), gain, None)
+    found = (x.double() / y.double()).square()[0]
+    return torch.where(found < (own * wide) ** 0.5, wide, own).double()
 
 
 def _held(module: nn.Module, names: Sequence[str], width: int) -> tuple[Tensor | None, bool]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import normscale
 from normscale.errors import BadInput
-from normscale.monitor import logits
+from normscale.monitor import logits, norms
 from normscale.ops.sampled import spread
 from tests.monitor.made import Net, adamw, batches, events, hooks, loss_fn, net, record, train
 from tests.monitor.test_loops import Fake
@@ -178,6 +178,37 @@ def test_epsilon_of_norms_is_that_of_their_own_forward(tmp_path: Path) -> None:
     assert np.isnan(table[6:]).all()  # eps outside of the root, and a norm that is not called
     assert found.series["eps_change_max"].values == pytest.approx([wanted[:6, 0].max()], rel=1e-5)
     assert wanted[:6, 0].min() < 1e-5 < 0.1 < wanted[:6, 0].max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("of_x", [False, True])
+def test_the_eps_that_torch_takes_by_itself_is_the_one_it_adds(
+    of_x: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer versions of torch take fp32's for half precision, others that of the input."""
+    monkeypatch.setattr(norms, "_default_eps", norms._default_eps.__wrapped__)
+    rms_norm = nn.functional.rms_norm
+
+    def of_the_input(x: Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> Tensor:
+        return rms_norm(x, shape, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+
+    if of_x:
+        monkeypatch.setattr(nn.functional, "rms_norm", of_the_input)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.RMSNorm(8)).to(dtype)
+    monitor = normscale.Monitor(model, runs=tmp_path, blocks=["0"])
+    seen = Seen(model[1])
+    batch = batches(1)[0].to(dtype)
+    with monitor.micro_batch():
+        loss = model(batch).float().square().mean()
+        loss.backward()
+    monitor.step(torch.optim.SGD(model.parameters(), 0.0), loss)
+    x = seen.given[model[1]]
+    tiny = torch.full((1, 8), 2.0**-14 if dtype.itemsize == 2 else 1e-12, dtype=dtype)
+    added = float((tiny.double() / model[1](tiny).detach().double()).square().mean())
+    found = record(monitor).profiles["eps_up"].data[0][0]
+    y = [x * (x.square().mean(-1, keepdim=True) + each).rsqrt() for each in (added, 10 * added)]
+    assert found == pytest.approx(float((y[1] - y[0]).norm() / y[0].norm()), rel=0.05)
 
 
 @pytest.mark.parametrize("form", ["attribute", "key", "tuple", "module"])
