@@ -132,12 +132,14 @@ class Watched:
 
     def __init__(self, folder: Path, device: torch.device | None = None, scaler: Any = None) -> None:
         self.model, self.batch, self.folder, self.scaler = net(3), batches(1)[0], folder, scaler
+        self.model.register_buffer("calls", torch.zeros(()))
+        self.model.register_forward_hook(lambda module, args, output: 0 * module.calls.add_(1) + output)
         if device is not None:
             self.model, self.batch = self.model.to(device), self.batch.to(device)
 
     def attach(self, fused: bool) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
-        self.monitor = normscale.Monitor(self.model, loss_fn, runs=self.folder, update_batch=self.batch)
+        self.monitor = normscale.Monitor(self.model, loss_fn, runs=self.folder, every=1, update_batch=self.batch)
         for every in (1, NEVER, 1):  # what is found out and allocated once
             self.stepped(every)
 

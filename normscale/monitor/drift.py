@@ -12,6 +12,7 @@ from normscale.errors import BadInput
 from normscale.monitor.losses import StepProbe
 from normscale.monitor.outputs import main_tensor
 from normscale.monitor.window import shallow
+from normscale.probes.buffers import AllBuffers
 from normscale.probes.joint import BrokenPass, Elsewhere, Joint
 from normscale.probes.probe import Subject
 from normscale.probes.replay import RandomState
@@ -71,7 +72,7 @@ def drift_of(
 def output_of(inner: nn.Module, block: nn.Module, forward: Callable[[], Any]) -> Callable[[Any], Tensor]:
     """Returns a function that runs a forward pass and returns what a block puts out in it, with no trace left.
 
-    Modes of modules, which may differ, and random states are afterwards what they were.
+    Modes of modules, which may differ, buffers and random states are afterwards what they were.
     """
 
     def features(_: Any) -> Tensor:
@@ -79,6 +80,7 @@ def output_of(inner: nn.Module, block: nn.Module, forward: Callable[[], Any]) ->
         modes = [(module, module.training) for module in inner.modules()]
         first = next(inner.parameters(), None)
         random = RandomState.capture(torch.device("cpu") if first is None else first.device)
+        buffers = AllBuffers(inner)
         handle = block.register_forward_hook(lambda module, args, output: seen.append(main_tensor(output)))
         inner.eval()
         try:
@@ -90,6 +92,7 @@ def output_of(inner: nn.Module, block: nn.Module, forward: Callable[[], Any]) ->
             random.restore()
             for module, mode in modes:
                 module.training = mode
+            buffers.put_back(waits=False)
         if not seen or seen[-1] is None:
             raise ValueError("the last block was not run, or put out no tensor")
         return seen[-1].float().clone()

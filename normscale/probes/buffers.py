@@ -31,7 +31,7 @@ class _Copy(NamedTuple):
         """Gives the module its buffer with these values."""
         with torch.no_grad():
             if self.buffer.shape == self.values.shape:
-                self.buffer.detach().copy_(self.values)
+                self.buffer.data.copy_(self.values)  # not a new version: a graph that holds it can still go back
                 self.module._buffers[self.name] = self.buffer
             else:
                 self.module._buffers[self.name] = self.values.clone()
@@ -43,7 +43,7 @@ def comparable(buffer: Tensor | None) -> bool:
 
 
 class AllBuffers:
-    """Every buffer of a model as it is, to put back what a replay changes; all that are `comparable`."""
+    """Every buffer of a model as it is, to put back what a pass changes; all that are `comparable`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -53,10 +53,14 @@ class AllBuffers:
             if buffer is not None and comparable(buffer)
         ]
 
-    def put_back(self) -> None:
-        """Puts back what has changed; constants are not written to."""
+    def put_back(self, waits: bool = True) -> None:
+        """Puts back what has changed; constants are not written to.
+
+        What that is the host has to ask a GPU. Where nobody `waits` for one, all that lies there is put back.
+        """
         for kept in self._kept:
-            if kept.module._buffers[kept.name] is not kept.buffer or bool(kept.changed()):
+            ask = waits or kept.values.device.type == "cpu"
+            if not ask or kept.module._buffers[kept.name] is not kept.buffer or bool(kept.changed()):
                 kept.put_back()
 
 

@@ -330,6 +330,35 @@ def test_the_model_update_is_how_far_the_last_blocks_output_has_moved(tmp_path: 
     assert 0 < found.summary["update_probe_s"] < found.summary["seconds"]
 
 
+class Writing(Net):
+    """Counts its passes, evaluations too, and keeps what it saw: in place, beside autograd, and in a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        for name in ("calls", "mean", "last"):
+            self.register_buffer(name, torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean())
+        y = super().forward(x) * (1 + self.last + self.mean) / self.calls
+        self.last = x.detach().mean()
+        return y
+
+
+def test_a_pass_for_the_model_update_leaves_no_trace_in_buffers(tmp_path: Path) -> None:
+    ends = []
+    for fixed in (None, torch.ones(2, 4)):
+        torch.manual_seed(0)
+        model = Writing()
+        monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=2, update_batch=fixed)
+        train(model, monitor, batches(4))
+        ends.append(model.state_dict())
+        assert ("update" in record(monitor).series) == (fixed is not None)
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+    assert int(ends[0]["calls"]) == 4
+
+
 def test_a_batch_for_the_model_update_that_cannot_be_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"Monitor\(update_batch=...\): its forward pass failed \(RuntimeError"):
         normscale.Monitor(net(1), loss_fn, runs=tmp_path / "runs", update_batch=torch.ones(2, 9))
