@@ -55,6 +55,7 @@ class BlockRows(HookedProbe):
         self.headroom = Headroom(1.0, len(blocks))
         self.last_stack = stack_starts(self.blocks)[-1]
         self.step = 0
+        self._leaves: dict[tuple[int, int], Any] = {}  # hooks on outputs that outlive the graph, by row and tensor
         self._place(device)
         hooks = (Hook(self, self.forward, index) for index in range(len(blocks)))
         self._handles = [block.register_forward_hook(hook) for block, hook in zip(blocks.values(), hooks, strict=True)]
@@ -70,10 +71,16 @@ class BlockRows(HookedProbe):
 
     def drop(self) -> None:
         super().drop()
+        self._let_go()
         self.seen, self.numel = self._before
         self._empty()
 
+    def detach(self) -> None:
+        super().detach()
+        self._let_go()
+
     def after_micro_batch(self, positions: Mapping[str, int] | None = None) -> None:
+        self._let_go()
         self.shut()
         self.sums[:, 0] += self.now[:, NORM].square()
         self.sums[:, 1:] += self.now[:, NONFINITE:]
@@ -178,11 +185,23 @@ class BlockRows(HookedProbe):
             self.largest[index] = torch.finfo(x.dtype).max
             self._write(index, x)
             if x.requires_grad:
-                x.register_hook(  # type: ignore[no-untyped-call]
-                    partial(self._gradient, len(self.blocks) + index)
-                )
+                self._await(len(self.blocks) + index, x)
         except Exception as error:
             self.on, self.failed = False, error
+
+    def _await(self, row: int, x: Tensor) -> None:
+        """Puts a hook on an output, which goes with the graph; from a leaf, as a parameter, it is to be taken off."""
+        if x.is_leaf and (row, id(x)) in self._leaves:
+            return  # its gradient comes once, as the sum of all uses
+        handle = x.register_hook(partial(self._gradient, row))  # type: ignore[no-untyped-call]
+        if x.is_leaf:
+            self._leaves[row, id(x)] = handle
+
+    def _let_go(self) -> None:
+        """Takes the hooks off leaves."""
+        for handle in self._leaves.values():
+            handle.remove()
+        self._leaves.clear()
 
     def _gradient(self, row: int, gradient: Tensor) -> None:
         """Measures a gradient; returns nothing, since what a tensor's hook returns would replace it."""

@@ -4,20 +4,21 @@ import copy
 import gc
 import io
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import normscale
 from normscale.errors import BadInput
 from normscale.monitor.blocks import Places, stack_starts
 from normscale.monitor.outputs import block_statistics, main_tensor
-from tests.monitor.made import Net, adamw, batches, events, hooks, loss_fn, net, record, train
+from tests.monitor.made import Block, Net, adamw, batches, events, hooks, loss_fn, net, record, train
 
 
 def twin(model: Net, window: list[Tensor]) -> dict[str, np.ndarray]:
@@ -328,6 +329,47 @@ def test_the_model_update_is_how_far_the_last_blocks_output_has_moved(tmp_path: 
     assert found.series["update"].steps == [1, 2, 4]
     assert found.series["update"].values == pytest.approx([moved[0], moved[1], moved[3]], rel=1e-5)
     assert 0 < found.summary["update_probe_s"] < found.summary["seconds"]
+
+
+class Prompt(nn.Module):
+    """A block that puts out a parameter as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 8).expand(5, 8).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_block_that_puts_out_a_parameter_is_seen_once_a_pass(calls: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    prompt, block, head = Prompt(), Block(), nn.Linear(8, 2)
+    model = nn.ModuleDict({"prompt": prompt, "block": block, "head": head})
+    block.drop.p = 0.0
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1, blocks=["prompt", "block"])
+    optimizer, wanted = torch.optim.SGD(model.parameters(), 0.1), []
+    for step, batch in enumerate(batches(5), start=1):
+        if step == 3:
+            with suppress(RuntimeError), monitor.micro_batch():
+                block(prompt(batch)).view(-1, 7)  # which its size does not allow
+        optimizer.zero_grad()
+        with monitor.micro_batch():
+            for _ in range(calls):
+                x = prompt(batch)
+            loss = head(block(x)).square().mean()
+            loss.backward()
+        assert len(prompt.weight._backward_hooks or ()) <= 1
+        wanted.append(float(prompt.weight.grad.norm()))
+        monitor.step(optimizer, loss)
+        assert not prompt.weight._backward_hooks
+    with monitor.micro_batch():
+        prompt(batch)
+        monitor.close()
+        assert not prompt.weight._backward_hooks
+    found = record(monitor)
+    np.testing.assert_allclose(found.profiles["stream_grad_norm"].data[:, 0], wanted, rtol=1e-6)
 
 
 class Writing(Net):
