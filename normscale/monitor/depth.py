@@ -76,8 +76,8 @@ class Depth:
 
     def meet(self, optimizer: Any) -> None:
         """Learns of the optimizer of the step to come, or of the engine that has one."""
-        if self.moments is not None:
-            self.moments.optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.moments is not None and self.parameters is not None:
+            self.moments.optimizer = self.parameters.optimizer = getattr(optimizer, "optimizer", optimizer)
             self.moments.hidden = is_deepspeed(optimizer)
 
     def detach(self) -> None:

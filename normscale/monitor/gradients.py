@@ -15,6 +15,7 @@ class Shown(Protocol):
     """Gradients that a measured step can look at."""
 
     device: torch.device
+    parameters: list[Tensor]
 
     def present(self) -> list[Tensor]: ...
 

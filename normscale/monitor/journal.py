@@ -109,8 +109,8 @@ class Journal:
         if rows is not None and engine.world > 1 and not engine.averages:
             says = f"stream_grad_norm is of {engine.world} ranks' own losses together: how they are joined is not known"
             self.once(step, "unavailable", what="stream_grad_norm", says=says)
-        if parameters is not None and parameters.hidden:
-            says = f"{engine.name} shows no gradients of parameters here: there are none by block"
+        if parameters is not None and parameters.lacks:
+            says = parameters.lacks.format(engine=engine.name)
             self.once(step, "unavailable", what="grad_norm", says=says, warn=True)
         if parameters is not None and parameters.unlike:
             says = "grad_norm= is less than the norm of the gradients, so not theirs before clipping: none by block"

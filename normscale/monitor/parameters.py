@@ -19,12 +19,17 @@ from normscale.probes.gradients import depth_slope
 from normscale.probes.probe import Array, Hand, Reading
 from normscale.probes.sending import sent
 
+NOT_SHOWN = "{engine} shows no gradients of parameters here: there are none by block"
+NOT_HAD = "the optimizer of this step has no parameter of the blocks that is trained: there are no numbers of them"
+NOT_REACHED = "no parameter of the blocks had a gradient in this step: there are none by block"
+
 SAME = 1e-3  # relative difference of two norms that are the same
 
 
 class BlockParameters(StepProbe):
     """L2 norm of the gradient of each block's parameters before clipping, and how far a step moves them.
 
+    Parameters are those that the optimizer of the step has: others it neither clips nor moves.
     The second is the norm of a block's change over that of the block before, of steps that are applied. Of blocks with
     more than `probes.weights.ENTRIES` entries in all it is an estimate over entries spread evenly over each parameter,
     of which a copy is kept for the time of the step. Where an engine shows no gradients, as DeepSpeed's behind
@@ -42,7 +47,8 @@ class BlockParameters(StepProbe):
         self.source: Shown | None = None
         self.given: Any = None  # the norm before clipping, of a loop that has measured it
         self.unlike = False  # whether that cannot be the norm of these gradients
-        self.hidden = False  # whether the last measured step showed no gradient
+        self.optimizer: Any = None  # of the step, out of what may be around it
+        self.lacks = ""  # why the last measured step showed no gradient, if it did not; "{engine}" is to be filled in
         self.changed: float | None = None  # share of the blocks that it moved, where that could be seen
         tables = (nn.Embedding, nn.EmbeddingBag)
         self.tables = [any(isinstance(each, tables) for each in block.modules()) for block in blocks.values()]
@@ -51,7 +57,7 @@ class BlockParameters(StepProbe):
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        self.sums = torch.zeros(5, len(self.blocks), dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(8, len(self.blocks), dtype=torch.float64, device=self.device)
         self.norms = torch.zeros(3, dtype=torch.float64, device=self.device)  # present, squared; given; ranks
         self.own: list[list[Tensor]] = []
         self.before: Tensor | None = None
@@ -61,6 +67,11 @@ class BlockParameters(StepProbe):
         self.own = self.trained()
         if self.source is None:
             return
+        has = set(map(id, self.source.parameters))
+        self.own = [[p for p in group if id(p) in has] for group in self.own]
+        still, shown = self._still(), bool(self.source.present())
+        rows = [[bool(group), any(id(p) not in still for p in group), shown] for group in self.own]
+        self.sums[5:] = sent(rows, self.device).T
         if self.given is not None:
             present, given = self.source.squares().sum(), on_device(whole(self.given), self.device)
             self.norms = torch.stack([present.to(self.device), given, torch.ones_like(given)])
@@ -95,9 +106,12 @@ class BlockParameters(StepProbe):
         return {"sums": Hand(self.sums, "sum"), "norms": Hand(self.norms, "sum")}
 
     def read(self, values: Mapping[str, Array]) -> Reading:
-        there, squares, compared, moved, size = values["sums"].reshape(5, len(self.blocks))
+        there, squares, compared, moved, size, had, driven, shown = values["sums"].reshape(8, len(self.blocks))
         present, given, ranks = values["norms"]
-        self.hidden, self.unlike = not there.any(), False
+        self.lacks, self.unlike = "", False
+        if not there.any():
+            self.lacks = NOT_SHOWN if not shown.any() else NOT_REACHED if had.any() else NOT_HAD
+        pushed = (driven > 0) & (squares != 0) | ~shown.any()  # and so to be moved by the step
         if given > 0 and present > 0:
             factor = float(given / ranks / np.sqrt(present))
             self.unlike = factor < 1 - SAME
@@ -105,7 +119,7 @@ class BlockParameters(StepProbe):
             there = np.zeros_like(there) if self.unlike else there
         # Of a table few rows move in a step, and a sample may have none of them: that says nothing.
         unsure = np.array([a and b for a, b in zip(self.partial, self.tables, strict=True)])
-        told = (compared > 0) & ((moved > 0) | ~unsure)
+        told = (compared > 0) & ((moved > 0) | (~unsure & pushed))
         self.changed = float((moved[told] > 0).mean()) if told.any() else None
         reading = Reading()
         if there.any():
@@ -124,6 +138,12 @@ class BlockParameters(StepProbe):
         if 0 < given < math.inf and math.isfinite(present) and not self.unlike:
             reading.scalars["grad_norm_clipped"] = float(np.sqrt(present))
         return reading
+
+    def _still(self) -> set[int]:
+        """Returns the ids of parameters whose learning rate is 0, where the host knows it."""
+        groups = getattr(self.optimizer, "param_groups", None) or ()
+        zero = (group for group in groups if isinstance(rate := group.get("lr"), int | float) and rate == 0)
+        return {id(p) for group in zero for p in group["params"]}
 
     def trained(self) -> list[list[Tensor]]:
         """Returns the trained parameters of every block as they are now, each in the first block that has it."""

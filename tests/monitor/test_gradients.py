@@ -278,3 +278,55 @@ def test_an_inner_gradient_is_not_in_the_rows(tmp_path: Path) -> None:
     monitor.step(adamw(model), loss)
     seen = record(monitor).profiles["stream_grad_norm"].data[0, 0]
     assert seen == pytest.approx(float(wanted.norm()), rel=1e-5)
+
+
+class Detached(Net):
+    """Its blocks are run, and get no gradient, or one of zeros."""
+
+    def __init__(self, factor: float | None) -> None:
+        super().__init__(2)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        y = self.blocks[1](self.blocks[0](x))
+        return self.head(x + (y.detach() if self.factor is None else self.factor * y))
+
+
+@pytest.mark.parametrize("kind", ["head", "head and a block", "frozen", "detached", "zeros", "rate of 0"])
+def test_blocks_that_a_step_leaves_alone_are_no_alarm(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = Detached({"detached": None, "zeros": 0.0}.get(kind, 1.0))
+    parts: list[nn.Module] = [model.head, *([model.blocks[1]] if kind == "head and a block" else [])]
+    if kind in ("detached", "zeros", "rate of 0", "frozen"):
+        parts += [model.blocks]
+    model.blocks.requires_grad_(kind != "frozen")
+    groups = [{"params": [*part.parameters()], "lr": 0.1} for part in parts]
+    if kind == "rate of 0":
+        groups[1]["lr"] = 0.0
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1)
+    train(model, monitor, batches(3), optimizer=torch.optim.SGD(groups))
+    found = record(monitor)
+    assert events(found, "ledger") == []
+    told = [event["says"] for event in events(found, "unavailable") if event["what"] == "grad_norm"]
+    has_none = "the optimizer of this step has no parameter of the blocks that is trained: there are no numbers of them"
+    reached = "no parameter of the blocks had a gradient in this step: there are none by block"
+    assert told == {"head": [has_none], "frozen": [has_none], "detached": [reached]}.get(kind, [])
+    assert "shows no gradients" not in capsys.readouterr().err
+    if kind == "head and a block":
+        for name in ("grad_norm", "update_rel"):
+            first, second = found.profiles[name].data[0]
+            assert math.isnan(first)
+            assert second > 0
+
+
+def test_a_step_that_moves_nothing_is_told(tmp_path: Path) -> None:
+    model = net(2)
+    for block in model.blocks:
+        nn.init.ones_(block.norm.bias)  # of what is 0, any step changes something
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1)
+    train(model, monitor, batches(1), optimizer=torch.optim.SGD(model.parameters(), 1e-30))
+    (event,) = events(record(monitor), "ledger")
+    assert event["says"].startswith("the step was applied, but no parameter changed")
