@@ -1,6 +1,6 @@
 """The buffers that forward passes write, such as running averages: as they were before a window, or before a replay."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,15 @@ class _Copy(NamedTuple):
     def of(cls, path: str, module: nn.Module, name: str, buffer: Tensor) -> "_Copy":
         return cls(path, module, name, buffer, buffer.detach().clone())
 
+    @property
+    def now(self) -> Tensor | None:
+        """What the module has by this name; None where that was taken away, or cannot be compared."""
+        buffer = self.module._buffers.get(self.name)
+        return buffer if comparable(buffer) else None
+
     def changed(self) -> Tensor:
         """Returns whether the module has other values by now, a tensor of one bool; NaN is as good as NaN."""
-        now = self.module._buffers[self.name]
+        now = self.now
         if now is None or now.shape != self.values.shape or now.dtype != self.values.dtype:
             return torch.ones((), dtype=torch.bool, device=self.values.device)
         now = now.detach().to(self.values.device)
@@ -37,7 +43,7 @@ class _Copy(NamedTuple):
                 self.module._buffers[self.name] = self.values.clone()
 
 
-def comparable(buffer: Tensor | None) -> bool:
+def comparable(buffer: Tensor | None) -> TypeGuard[Tensor]:
     """Returns whether a buffer can be compared with a copy, which one that is sparse or nested cannot."""
     return buffer is not None and buffer.layout is torch.strided and not buffer.is_nested
 
@@ -50,7 +56,7 @@ class AllBuffers:
             _Copy.of(name, module, name, buffer)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and comparable(buffer)
+            if comparable(buffer)
         ]
 
     def put_back(self, waits: bool = True) -> None:
@@ -60,7 +66,7 @@ class AllBuffers:
         """
         for kept in self._kept:
             ask = waits or kept.values.device.type == "cpu"
-            if not ask or kept.module._buffers[kept.name] is not kept.buffer or bool(kept.changed()):
+            if not ask or kept.now is not kept.buffer or bool(kept.changed()):
                 kept.put_back()
 
 
@@ -71,7 +77,8 @@ class WindowBuffers:
     Nor do those that are not `comparable`: what a forward pass writes to one of them stays.
     Which of the others are written is asked once, over the first window: those are kept for each window, with all
     others of their modules (a batch norm's counter tells of its averages). One that is written later for the first time
-    is found when a step is not applied: what it has become stays, it is named, and it is kept from then on.
+    is found when a step is not applied: what it has become stays, it is named, and it is kept from then on. One that
+    its owner has taken away between two windows is not put back.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,18 +89,20 @@ class WindowBuffers:
             if comparable(buffer) and name not in module._non_persistent_buffers_set
         ]
         self._kept: list[_Copy] = []
+        self._gone: set[str] = set()  # those of them that were not there when the window began
         self._others: list[_Copy] = []  # as they were in the first window
         self._asked = not self._candidates
 
     def begin(self) -> None:
         """Takes the values at the beginning of a window; the host does not wait."""
         if not self._asked:
-            given = [(path, m, name, m._buffers[name]) for path, m, name in self._candidates]
-            self._kept = [_Copy.of(path, m, name, buffer) for path, m, name, buffer in given if buffer is not None]
+            given = [(path, m, name, m._buffers.get(name)) for path, m, name in self._candidates]
+            self._kept = [_Copy.of(path, m, name, buffer) for path, m, name, buffer in given if comparable(buffer)]
             return
         from_now, into = [], []
+        self._gone = {kept.path for kept in self._kept if kept.now is None}
         for i, kept in enumerate(self._kept):
-            now, values = kept.module._buffers[kept.name], kept.values
+            now, values = kept.now, kept.values
             if now is None:
                 continue
             if now.shape != values.shape or now.dtype != values.dtype or now.device != values.device:
@@ -114,9 +123,10 @@ class WindowBuffers:
     def put_back(self) -> list[str]:
         """Undoes what the window wrote; returns the names of written buffers that could not be put back."""
         self.applied()
-        late = _changed(self._others)
+        late = _changed([kept for kept in self._others if kept.now is not None])
         for kept in self._kept:
-            kept.put_back()
+            if kept.path not in self._gone:
+                kept.put_back()
         if late:
             self._keep({kept.module for kept in [*self._kept, *late]})
         return [kept.path for kept in late]

@@ -121,6 +121,68 @@ def test_buffers_follow_a_model_that_is_exchanged_for_another_dtype() -> None:
     assert model.norm.running_mean.dtype == torch.float64
 
 
+class Changing(nn.Module):
+    """Its owner takes the average away, or gives it another shape or layout; `other` is written by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(2))
+        self.other = nn.Module()
+        self.other.register_buffer("constant", torch.zeros(2))
+
+    def forward(self, x: float) -> None:
+        if (average := self._buffers.get("average")) is not None and average.layout is torch.strided:
+            average.add_(x)
+
+
+CHANGES = {
+    "deleted": delattr,
+    "none": lambda module, name: setattr(module, name, None),
+    "longer": lambda module, name: setattr(module, name, torch.full((3,), 7.0)),
+    "sparse": lambda module, name: setattr(module, name, torch.eye(2).to_sparse()),
+    "a parameter": lambda module, name: (delattr(module, name), setattr(module, name, nn.Parameter(torch.ones(2)))),
+}
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_buffer_that_its_owner_takes_away_between_windows_is_forgotten(change: str, at: int) -> None:
+    model = Changing()
+    window = WindowBuffers(model)
+    for step in range(4):
+        if step == at:
+            CHANGES[change](model, "average")
+            if step:
+                CHANGES[change](model.other, "constant")
+        there = model._buffers.get("average")
+        before = None if there is None else there.clone()
+        window.begin()
+        model(1.0)
+        if step % 2:
+            late = window.put_back()
+            assert set(late) <= ({"other.constant"} if change == "longer" and at else set())
+            now = model._buffers.get("average")
+            assert (now is None) == (before is None)
+            assert now is None or before is None or torch.equal(now.to_dense(), before.to_dense())
+        else:
+            window.applied()
+    model.average = None if change == "a parameter" else torch.ones(2)
+    window.begin()
+    window.applied()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_buffer_that_a_pass_takes_away_is_put_back(change: str) -> None:
+    model = Changing()
+    for keep in (AllBuffers(model), WindowBuffers(model)):
+        if isinstance(keep, WindowBuffers):
+            keep.begin()
+        CHANGES[change](model, "average")
+        keep.put_back()
+        assert torch.equal(model._buffers["average"], torch.zeros(2))
+        model._parameters.clear()
+
+
 def test_all_buffers_are_put_back_in_the_tensors_they_were_in() -> None:
     model = Mixed()
     tensors, values = dict(model.named_buffers()), copy.deepcopy(dict(model.named_buffers()))
