@@ -26,8 +26,8 @@ class Gathered:
         self._entries = 0
 
     def add(self, index: int, common: Any, tensors: Sequence[Tensor]) -> None:
-        """Takes tensors of a module; those of modules that have all shapes and `common` in common are stacked."""
-        key = (common, *(tensor.shape for tensor in tensors))
+        """Takes tensors of a module; those of modules that have devices, shapes and `common` in common are stacked."""
+        key = (common, *((tensor.device, tensor.shape) for tensor in tensors))
         _, indices, rows = self._waiting.setdefault(key, (common, [], []))
         indices.append(index)
         rows.append(tensors)

@@ -90,8 +90,8 @@ class NormShadows(HookedProbe):
         if index in self.seen or x is None or y is None or x.shape != y.shape or x.dim() < 2 or not x.numel():
             return
         eps, none = eps_of(module, x), torch.zeros(x.shape[-1], dtype=torch.float64, device=x.device)
-        gain, whole = _held(module, ("weight", "gamma", "scale"), x.shape[-1])
-        bias, also = _held(module, ("bias",), x.shape[-1])
+        gain, whole = _held(module, ("weight", "gamma", "scale"), x)
+        bias, also = _held(module, ("bias",), x)
         if eps is None or not (whole and also):
             return
         self.seen.add(index)
@@ -166,15 +166,15 @@ def _default_eps(
     return torch.where(found < (own * wide) ** 0.5, wide, own).double()
 
 
-def _held(module: nn.Module, names: Sequence[str], width: int) -> tuple[Tensor | None, bool]:
-    """Returns a copy of the first parameter of these names, and whether it is here as a whole, or not there at all.
+def _held(module: nn.Module, names: Sequence[str], x: Tensor) -> tuple[Tensor | None, bool]:
+    """Returns a copy of the first parameter of these names, and whether it is with x as a whole, or not there at all.
 
-    Shape: result [width] fp64.
+    Shape: x [..., D]; result [D] fp64.
     """
     found = next((each for name in names if isinstance(each := getattr(module, name, None), Tensor)), None)
     if found is None:
         return None, True
-    if is_dtensor(found) or found.shape != (width,):
+    if is_dtensor(found) or found.shape != x.shape[-1:] or found.device != x.device:
         return None, False
     return found.detach().to(torch.float64, copy=True), True
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import normscale
 from normscale.errors import BadInput
 from normscale.monitor import logits, norms
+from normscale.monitor.gathered import Gathered
 from normscale.ops.sampled import spread
 from tests.monitor.made import Net, adamw, batches, events, hooks, loss_fn, net, record, train
 from tests.monitor.test_loops import Fake
@@ -180,6 +181,17 @@ def test_epsilon_of_norms_is_that_of_their_own_forward(tmp_path: Path) -> None:
     assert wanted[:6, 0].min() < 1e-5 < 0.1 < wanted[:6, 0].max()
 
 
+def test_tensors_of_several_devices_are_not_stacked() -> None:
+    seen: list[tuple[list[int], str, int]] = []
+    gathered = Gathered(
+        lambda indices, common, stacked: seen.append(([*indices], stacked[0].device.type, len(stacked)))
+    )
+    for index, device in enumerate(("cpu", "meta", "cpu")):
+        gathered.add(index, None, (torch.zeros(2, 3, device=device), torch.zeros(2, 3)))
+    gathered.flush()
+    assert seen == [([0, 2], "cpu", 2), ([1], "meta", 2)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("of_x", [False, True])
 def test_the_eps_that_torch_takes_by_itself_is_the_one_it_adds(
@@ -209,6 +221,34 @@ def test_the_eps_that_torch_takes_by_itself_is_the_one_it_adds(
     found = record(monitor).profiles["eps_up"].data[0][0]
     y = [x * (x.square().mean(-1, keepdim=True) + each).rsqrt() for each in (added, 10 * added)]
     assert found == pytest.approx(float((y[1] - y[0]).norm() / y[0].norm()), rel=0.05)
+
+
+@pytest.mark.gpu
+def test_a_model_over_several_devices_has_all_numbers(tmp_path: Path) -> None:
+    """The host is one of them, which is as good as a second GPU."""
+
+    class Apart(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x.to(block.proj.weight.device))
+            return self.head(x.to(self.head.weight.device))
+
+    tables = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = Apart(4)
+        for block in model.blocks:
+            block.drop.p = 0.0
+        model.blocks[1:3].to(device)
+        monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=1, logits="head", clip=0.1)
+        train(model, monitor, batches(3))
+        found = record(monitor)
+        assert events(found, "probe_off") == []
+        tables.append(found.profiles)
+    assert set(tables[0]) == set(tables[1])
+    for name in ("angle_online", "branch_ratio", "eps_up", "stream_rms", "grad_norm", "update_rel"):
+        np.testing.assert_allclose(tables[1][name].data, tables[0][name].data, rtol=1e-2, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("form", ["attribute", "key", "tuple", "module"])
