@@ -97,4 +97,4 @@ class Depth:
             why = named if self.output.named else "the model returns no `logits`: see Monitor(logits=...)"
             yield "logz_mean", f"the model is {LEFT_OUT}" if self.output.left_out else why
         if self.moments in active and self.moments is not None and self.moments.unseen:
-            yield "adam_eps_share", "the engine keeps the state of its optimizer to itself"
+            yield "adam_eps_share", self.moments.unseen

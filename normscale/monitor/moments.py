@@ -20,7 +20,8 @@ class AdamMoments(StepProbe):
     """`AdamEpsilon` of each block's parameters, over entries spread evenly over each of them.
 
     It reads the state that torch.optim.Adam or AdamW has of each parameter, or of this rank's piece of it. Where an
-    engine keeps that to itself (DeepSpeed's ZeRO), or the optimizer is another one, there are no such numbers.
+    engine keeps that to itself (DeepSpeed's ZeRO), or the optimizer is another one, there are no such numbers, and
+    `unseen` says why.
     """
 
     name = "adam"
@@ -30,7 +31,7 @@ class AdamMoments(StepProbe):
         self.parameters, self.blocks, self.device = parameters, blocks, device
         self.optimizer: Any = None  # of the step, out of what may be around it
         self.hidden = False  # whether that is of an engine of DeepSpeed
-        self.unseen = False  # whether it was, on the last measured step, and showed no state
+        self.unseen = ""  # why there was no state to be seen on the last measured step, if so
         self._samples: Samples | None = None
         self._of: list[Tensor] = []
         self.begin(0)
@@ -40,8 +41,10 @@ class AdamMoments(StepProbe):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        self.unseen = self.hidden and not isinstance(self.optimizer, _ADAM)
+        self.unseen = ""
         if not isinstance(self.optimizer, _ADAM):
+            own = f"the optimizer is {type(self.optimizer).__name__}, and not torch's Adam or AdamW"
+            self.unseen = "the engine keeps the state of its optimizer to itself" if self.hidden else own
             return
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         state = self.optimizer.state

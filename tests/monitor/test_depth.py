@@ -346,13 +346,15 @@ def test_what_a_model_does_not_show_is_said(tmp_path: Path) -> None:
     assert "attn_logit_max, attn_entropy" in found.start["not_measured"]
 
 
-def test_with_sgd_there_is_no_adam(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RAdam])
+def test_with_another_optimizer_there_is_no_adam_and_that_is_said_once(kind: Any, tmp_path: Path) -> None:
     model = net(2)
-    monitor = normscale.Monitor(model, runs=tmp_path)
-    train(model, monitor, batches(1), optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    monitor = normscale.Monitor(model, runs=tmp_path, every=1)
+    train(model, monitor, batches(2), optimizer=kind(model.parameters(), 0.1))
     found = record(monitor)
     assert "adam_eps_share" not in found.profiles
-    assert "adam_eps_share" not in {event["what"] for event in events(found, "unavailable")}
+    (said,) = [event["says"] for event in events(found, "unavailable") if event["what"] == "adam_eps_share"]
+    assert said == f"the optimizer is {kind.__name__}, and not torch's Adam or AdamW"
     assert not events(found, "probe_off")
 
 
