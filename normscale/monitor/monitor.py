@@ -241,6 +241,8 @@ class Monitor:
         Raises:
             NonFiniteStop: the step was not finite, and `on_nonfinite` says to stop; on every rank alike.
             BadInput: the call makes no sense where it stands.
+
+        What the optimizer itself raises is handed on; the step is not counted, and its window is over.
         """
         self._usable("step")
         check_step(optimizer, loss, grad_norm, scheduler)
@@ -257,7 +259,13 @@ class Monitor:
             optimizer, loss, scaler, grad_norm, self.clip, scheduler, self._measured,
             after_backward=self._after_backward, before_step=lambda: self._call("before_step"),
         )  # fmt: skip
-        result = engine.attempt(asked)
+        try:
+            result = engine.attempt(asked)
+        except BadInput:
+            raise  # before anything was done: the window goes on
+        except BaseException:
+            self._forget_window()  # a loop that catches this goes on with another one
+            raise
         if result is None:
             return StepReport(self.steps + 1, False, "accumulating")
         self.recording.settle()
@@ -273,10 +281,10 @@ class Monitor:
         culprit = self._explain(engine, result) if result.bad else None
         self._call("after_step", self.steps)  # not before: a pass of a probe leaves FSDP2's parameters gathered
         self.recording.add(self.steps, self.applied, result, engine, optimizer, scheduler, self._measured)
-        measured, self._measured, self._micro_batches = self._measured, False, 0
+        measured = self._measured
+        self._forget_window()
         # Without a replay only rows can tell a block: the next step has them, in case it goes wrong, too.
         self._measure_next = result.bad and self.provenance.loss_fn is None and not measured
-        self.provenance.forget()
         if result.bad and self._stops(result):
             said = culprit.sentence() if culprit is not None else result.reason
             self._end("nan", NonFiniteStop.exit_code)
@@ -369,6 +377,11 @@ class Monitor:
         self.provenance.drop()
         for probe in filter(self._live, self.depth.hooked):
             probe.drop()
+
+    def _forget_window(self) -> None:
+        """Forgets the micro-batches: the next begins a window."""
+        self._measured, self._micro_batches = False, 0
+        self.provenance.forget()
 
     def _after_backward(self, gradients: Shown | None) -> None:
         if self.parameters is not None:

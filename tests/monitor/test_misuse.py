@@ -1,5 +1,6 @@
 """Loops that hand over what cannot be used: one line that names it, before anything is changed."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -386,3 +387,40 @@ def test_what_the_store_lacks_at_the_end_is_told(
                 raise KeyboardInterrupt
         monitor.close()
         assert f"normscale: MLflow does not show everything yet, {stopped}" in capsys.readouterr().err
+
+
+class Failing(torch.optim.SGD):
+    """Fails in its third step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyError("on purpose")
+        return super().step(closure)
+
+
+def test_a_window_whose_optimizer_fails_is_over(tmp_path: Path) -> None:
+    """The next one has micro-batches of its own, and what is measured is of these alone."""
+    model = net(2)
+    for block in model.blocks:
+        block.drop.p = 0.0
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=3)
+    optimizer, kept, rms = Failing(model.parameters(), 0.1), [], []
+    model.blocks[1].register_forward_hook(lambda m, args, y: rms.append(float(y.detach().square().mean().sqrt())))
+    for batch in batches(5):
+        optimizer.zero_grad()
+        with monitor.micro_batch(batch):
+            loss = loss_fn(model, batch)
+            loss.backward()
+        kept.append(len(monitor.provenance.kept))
+        with suppress(KeyError):
+            monitor.step(optimizer, loss)
+        assert monitor.provenance.kept == []
+    assert kept == [1] * 5
+    assert (monitor.steps, monitor.applied) == (4, 4)
+    found = record(monitor)
+    assert found.profiles["stream_rms"].steps == [1, 3]
+    assert found.profiles["stream_rms"].data[:, 1] == pytest.approx([rms[0], rms[3]], rel=1e-6)
+    assert events(found, "ledger") == []
