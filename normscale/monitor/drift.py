@@ -13,9 +13,9 @@ from normscale.monitor.losses import StepProbe
 from normscale.monitor.outputs import main_tensor
 from normscale.monitor.window import shallow
 from normscale.probes.buffers import AllBuffers
+from normscale.probes.chance import RandomState, Sources
 from normscale.probes.joint import BrokenPass, Elsewhere, Joint
 from normscale.probes.probe import Subject
-from normscale.probes.replay import RandomState
 from normscale.probes.update import ModelUpdate
 
 
@@ -78,8 +78,7 @@ def output_of(inner: nn.Module, block: nn.Module, forward: Callable[[], Any]) ->
     def features(_: Any) -> Tensor:
         seen: list[Tensor | None] = []
         modes = [(module, module.training) for module in inner.modules()]
-        first = next(inner.parameters(), None)
-        random = RandomState.capture(torch.device("cpu") if first is None else first.device)
+        random = RandomState.capture(Sources.of(inner))
         buffers = AllBuffers(inner)
         handle = block.register_forward_hook(lambda module, args, output: seen.append(main_tensor(output)))
         inner.eval()

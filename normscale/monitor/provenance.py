@@ -20,6 +20,7 @@ from normscale.monitor.rows import BlockRows
 from normscale.monitor.window import shallow
 from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers
+from normscale.probes.chance import Sources
 from normscale.probes.culprit import LOSS, Culprit
 from normscale.probes.names import kind_of, plain_name
 from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
@@ -46,6 +47,8 @@ class Provenance:
     def __init__(self, inner: nn.Module, loss_fn: LossFn | None, blocks: Sequence[str]) -> None:
         self.inner, self.loss_fn, self.blocks = inner, loss_fn, list(blocks)
         self.kept: list[Kept] = []
+        self._device: torch.device | None = None  # of the last micro-batch
+        self._sources = Sources()
         self.buffers, self.late = WindowBuffers(inner), list[str]()
         self.unzeroed = self._undone = 0
         self._left: Leftover | None = None  # a bad gradient that there is at the beginning
@@ -76,7 +79,9 @@ class Provenance:
         """Keeps a micro-batch that is about to run; the host does not wait."""
         if self.loss_fn is not None:
             self._around.now = None
-            self.kept.append(Kept.of(shallow(batch), device))
+            if device != self._device:  # the model was moved; to look at all of it each time would cost too much
+                self._device, self._sources = device, Sources.of(self.inner)
+            self.kept.append(Kept.of(shallow(batch), self._sources))
 
     def ran(self) -> None:
         """Says that the micro-batch has run, so that the autocast it ran under is known."""

@@ -9,49 +9,24 @@ draw random numbers in a graph, the eager ones are others unless `torch._inducto
 they were compiled. A replay that comes out finite returns None; whoever asked has other signs then.
 """
 
-import random
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from normscale.errors import ReplayRefused
 from normscale.probes.agreement import meeting_place
 from normscale.probes.buffers import AllBuffers
+from normscale.probes.chance import RandomState, Sources
 from normscale.probes.culprit import Culprit
 from normscale.probes.mend import Mends
 from normscale.probes.search import Search, search
 from normscale.probes.walk import leaves
 from normscale.probes.watch import LossOf, Watch
-
-
-class RandomState(NamedTuple):
-    """The states of Python's, numpy's and torch's generators, and of one CUDA device's."""
-
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: Tensor | None
-    device: torch.device
-
-    @classmethod
-    def capture(cls, device: torch.device) -> "RandomState":
-        """Returns the states as they are; it waits for no device."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, device)  # noqa: NPY002
-
-    def restore(self) -> None:
-        """Puts the generators back to where they were."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 class Kept(NamedTuple):
@@ -62,9 +37,9 @@ class Kept(NamedTuple):
     versions: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
-    def of(cls, batch: Any, device: torch.device) -> "Kept":
+    def of(cls, batch: Any, sources: Sources) -> "Kept":
         """Returns a micro-batch that is about to run; the host does not wait."""
-        return cls(batch, RandomState.capture(device), _versions(batch))
+        return cls(batch, RandomState.capture(sources), _versions(batch))
 
     @property
     def rewritten(self) -> bool:
@@ -149,8 +124,7 @@ class _Passes:
     ) -> None:
         self.model, self.kept, self.loss_of = model, kept, loss_of
         self.parameters, self.to_the_end = parameters, to_the_end
-        first = next(iter([*model.parameters(), *model.buffers()]), None)
-        self._after = RandomState.capture(torch.device("cpu") if first is None else first.device)
+        self._after = RandomState.capture(Sources.of(model))
         self.buffers = AllBuffers(model)
 
     def run(self, index: int, mends: Mends | None = None) -> Watch:

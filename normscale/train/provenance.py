@@ -14,6 +14,7 @@ from normscale.models.block import Block
 from normscale.ops.statistics import Buffers
 from normscale.probes.agreement import agree
 from normscale.probes.buffers import WindowBuffers
+from normscale.probes.chance import Sources
 from normscale.probes.culprit import Culprit
 from normscale.probes.names import kind_of
 from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
@@ -96,7 +97,7 @@ class Provenance:
 
     def keep(self, batch: MicroBatch) -> None:
         """Keeps a micro-batch that is about to run; the host does not wait."""
-        self._kept.append(Kept.of(batch, self.engine.device))
+        self._kept.append(Kept.of(batch, Sources.at(self.engine.device)))
 
     def remember(self, step: int, profiles: Mapping[str, Array]) -> None:
         """Keeps the profiles of a measured step, for the run-up to a bad one."""

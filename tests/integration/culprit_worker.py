@@ -13,8 +13,9 @@ from torch import nn
 
 from normscale.probes import replay as replays
 from normscale.probes.agreement import agree
+from normscale.probes.chance import RandomState, Sources
 from normscale.probes.culprit import Culprit
-from normscale.probes.replay import Kept, RandomState, replay
+from normscale.probes.replay import Kept, replay
 from tests.probes.test_agreement import culprit
 from tests.probes.test_replay import Masked, Spoil, alibi
 
@@ -43,7 +44,7 @@ def together(rank: int) -> None:
         passes.append(1)
         return model(batch, alibi()).square().mean()  # type: ignore[no-any-return]
 
-    kept = [Kept(torch.randn(3, 4), RandomState.capture(torch.device("cpu"))) for _ in range(2)]
+    kept = [Kept(torch.randn(3, 4), RandomState.capture(Sources())) for _ in range(2)]
     found = agree(replay(model, kept, loss_of, all_of_them=True))
     assert found is not None
     assert (found.module, found.kind, found.rank, found.micro_batch) == ("bad", "-Inf", 1, 0)
@@ -67,7 +68,7 @@ def leaving(rank: int) -> None:
                 raise RuntimeError("mine")
             return model(batch, alibi()).square().mean()  # type: ignore[no-any-return]
 
-        kept = [Kept(torch.randn(3, 4), RandomState.capture(torch.device("cpu"))) for _ in range(2)]
+        kept = [Kept(torch.randn(3, 4), RandomState.capture(Sources())) for _ in range(2)]
         try:
             found = replay(model, kept, loss_of, all_of_them=True)
         except Exception as error:

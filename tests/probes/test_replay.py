@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from normscale.errors import ReplayRefused
 from normscale.probes import watch
 from normscale.probes.buffers import AllBuffers
+from normscale.probes.chance import RandomState, Sources
 from normscale.probes.culprit import LOSS, Culprit
-from normscale.probes.replay import Kept, RandomState, replay
+from normscale.probes.replay import Kept, replay
 
-CPU = torch.device("cpu")
 VALUES = (math.nan, math.inf, -math.inf)
 KINDS = {math.inf: "+Inf", -math.inf: "-Inf"}
 
@@ -108,7 +108,7 @@ def found(
     loss_of: Callable[[Any], Tensor] | None = None,
     **settings: Any,
 ) -> Culprit | None:
-    kept = [Kept(batch, RandomState.capture(CPU)) for batch in given or batches()]
+    kept = [Kept(batch, RandomState.capture(Sources())) for batch in given or batches()]
     return replay(model, kept, loss_of or (lambda batch: model(batch).square().mean()), **settings)
 
 
@@ -656,7 +656,7 @@ def test_a_fault_that_random_numbers_bring_about_is_reproduced() -> None:
     torch.manual_seed(3)
     kept, lucky = [], []
     for batch in batches(8):
-        kept.append(Kept(batch, RandomState.capture(CPU)))
+        kept.append(Kept(batch, RandomState.capture(Sources())))
         lucky.append(bool(torch.isfinite(model(batch)).all()))
     assert True in lucky
     assert False in lucky
@@ -674,7 +674,7 @@ def test_pythons_and_numpys_numbers_are_drawn_again_too() -> None:
             return x
 
     model = Net(a=Draws())
-    kept = Kept(batches()[0], RandomState.capture(CPU))
+    kept = Kept(batches()[0], RandomState.capture(Sources()))
     model(kept.batch)
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]  # noqa: NPY002
     replay(model, [kept], lambda batch: model(batch).sum())
@@ -689,7 +689,7 @@ def test_nothing_is_left_changed(bad: nn.Module | None) -> None:
     state = copy.deepcopy(model.state_dict())
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     given = batches(2)
-    kept = [Kept(batch, RandomState.capture(CPU)) for batch in given]
+    kept = [Kept(batch, RandomState.capture(Sources())) for batch in given]
     torch.rand(3)
     generator = torch.get_rng_state()
     replay(model, kept, lambda batch: model(batch).square().mean())
@@ -708,7 +708,7 @@ def test_random_states_are_put_back_whatever_fails(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(AllBuffers, "put_back", failing)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    kept = Kept(batches()[0], RandomState.capture(CPU))
+    kept = Kept(batches()[0], RandomState.capture(Sources()))
     torch.rand(3)
     generator = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no room"):
@@ -732,7 +732,7 @@ class Heads(nn.Module):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_losses_and_gradients_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch, dropout: float) -> None:
     model = Heads(dropout)
-    kept = Kept(batches()[0], RandomState.capture(CPU))
+    kept = Kept(batches()[0], RandomState.capture(Sources()))
     loss = model(kept.batch).square().mean()
     expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     seen: list[Any] = []

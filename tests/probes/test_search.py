@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from normscale.errors import ReplayRefused
+from normscale.probes.chance import Sources
 from normscale.probes.culprit import LOSS
 from normscale.probes.mend import large, mended
 from normscale.probes.replay import Kept, replay
-from tests.probes.test_replay import CPU, Log, Net, Spoil, SpoilBack, batches, culprit_of, found, spoilt
+from tests.probes.test_replay import Log, Net, Spoil, SpoilBack, batches, culprit_of, found, spoilt
 
 
 class Overflows(nn.Module):
@@ -364,14 +365,14 @@ def test_a_call_that_an_exception_ended_is_over() -> None:
 def test_a_micro_batch_that_was_written_to_since_is_told() -> None:
     model = nn.Linear(4, 2)
     buffer = spoilt(batches()[0], math.nan)
-    kept = [Kept.of({"x": buffer}, CPU)]
+    kept = [Kept.of({"x": buffer}, Sources())]
     buffer.zero_()
     with pytest.raises(ReplayRefused, match=r"micro-batch 0 was written to after it ran.*a batch of its own"):
         replay(model, kept, lambda batch: model(batch["x"]).sum())
     culprit = replay(model, kept, lambda batch: model(batch["x"]).sum() * math.inf)
     assert culprit is not None
     assert culprit.note == "the micro-batch was written to after it ran: the replay had other numbers"
-    kept = [Kept.of({"x": torch.zeros(1, 4)}, CPU)]
+    kept = [Kept.of({"x": torch.zeros(1, 4)}, Sources())]
     assert replay(model, kept, lambda batch: model(batch["x"]).sum()) is None
 
 
