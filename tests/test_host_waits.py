@@ -16,6 +16,7 @@ from torch import Tensor
 import normscale
 from normscale.probes import sending
 from normscale.probes.sending import sent
+from normscale.tracking.reader import read_run
 from tests import bench_probes_loops
 from tests.bench_probes import CELLS
 from tests.bench_probes_loops import TrainerLoop
@@ -137,8 +138,8 @@ class Watched:
         if device is not None:
             self.model, self.batch = self.model.to(device), self.batch.to(device)
 
-    def attach(self, fused: bool) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
+    def attach(self, fused: bool, lr: float | Tensor = 1e-3) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr, fused=fused)
         self.monitor = normscale.Monitor(self.model, loss_fn, runs=self.folder, every=1, update_batch=self.batch)
         for every in (1, NEVER, 1):  # what is found out and allocated once
             self.stepped(every)
@@ -176,6 +177,24 @@ def test_a_monitored_loop_waits_as_often_as_a_bare_one(fused: bool, apart: Apart
         assert waits_of(apart, lambda: loop.stepped(every)) == ["tolist"]  # noqa: B023
     assert waits_of(apart, loop.bare) == ["__float__"]
     loop.monitor.close()
+
+
+def test_with_a_learning_rate_on_the_device_too(apart: Apart, tmp_path: Path) -> None:
+    loop, rate = Watched(tmp_path), torch.tensor(1e-2)
+    apart.moved()
+    loop.attach(fused=True, lr=rate)
+    for step, every in enumerate((NEVER, 1, 1, NEVER), start=4):
+        rate.fill_(1e-3 * step)
+        assert waits_of(apart, lambda: loop.stepped(every)) == ["tolist"]  # noqa: B023
+        rate.fill_(1.0)  # as a scheduler does after a step, before the next one is read
+    assert waits_of(apart, loop.bare) == ["__float__"]
+    loop.monitor.close()
+    found = read_run(loop.monitor.run_dir)
+    wanted = [1e-2] * 3 + [4e-3, 5e-3, 6e-3, 7e-3]
+    assert [row["lr"] for row in found.ledger] == pytest.approx(wanted)
+    series = found.series["lr"]
+    assert series.values == pytest.approx([wanted[step - 1] for step in series.steps])
+    assert not [event for event in found.events if event["event"] == "ledger"]
 
 
 def test_with_a_loss_scale_too(apart: Apart, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from normscale.monitor.gradients import Gradients
 from normscale.monitor.report import Reason
 from normscale.monitor.zero_gradients import ZeroGradients
 from normscale.probes.ledger import resolved_norm
+from normscale.probes.sending import Fetched
 
 FINAL = "DeepSpeed ends a run whose loss scale is at its minimum"
 
@@ -48,7 +49,7 @@ class DeepSpeed(Engine):
     def averages(self) -> bool:
         return True
 
-    def learning_rate(self, optimizer: Any) -> float | None:
+    def learning_rate(self, optimizer: Any) -> float | Fetched | None:
         return super().learning_rate(self.engine.optimizer)
 
     def attempt(self, asked: Attempt) -> Result | None:

@@ -163,8 +163,8 @@ class Engine:
         self._joint = Joint(self.sum, device, self.rank, self.world, recover)
         return self._joint
 
-    def learning_rate(self, optimizer: Any) -> float | None:
-        """Returns the learning rate of an optimizer's first group."""
+    def learning_rate(self, optimizer: Any) -> float | Fetched | None:
+        """Returns the learning rate of an optimizer's first group, on its way to the host where it lies on a device."""
         return _rate(getattr(optimizer, "param_groups", None))
 
     def attempt(self, asked: Attempt) -> Result | None:
@@ -309,8 +309,12 @@ def _averaged(ddp: DistributedDataParallel, world: int) -> dict[int, Tensor]:
     return {id(p): p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
 
 
-def _rate(groups: Any) -> float | None:
-    return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+def _rate(groups: Any) -> float | Fetched | None:
+    rate = groups[0].get("lr") if groups else None
+    fetched = Fetched(rate.detach()) if isinstance(rate, Tensor) else None
+    if fetched is not None and not fetched.ready:
+        return fetched
+    return None if rate is None else float(rate if fetched is None else fetched.arrived())
 
 
 def _reduced(values: Tensor, how: Any) -> Tensor:

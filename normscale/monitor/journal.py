@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from normscale.monitor.engines import Engine, Result
@@ -14,6 +14,7 @@ from normscale.monitor.records import Records
 from normscale.monitor.rows import BlockRows
 from normscale.probes.ledger import MOST_PENDING, Entry, Ledger, Tally, disagreements
 from normscale.probes.probe import Reading
+from normscale.probes.sending import Fetched
 from normscale.probes.spikes import SpikeScore
 from normscale.tracking.record import PROBE_S, Outcome
 
@@ -22,12 +23,23 @@ MOST_SPIKES_TOLD = 20
 
 @dataclass(frozen=True)
 class Page:
-    """What is known of a step at once, and what its record will begin with; numbers that are not known are None."""
+    """What is known of a step at once, and what its record will begin with; numbers that are not known are None.
+
+    `late_lr` is the learning rate where it is still on its way to the host.
+    """
 
     entry: Entry
     applied: int
     values: Mapping[str, float | None]
     overflow: bool
+    late_lr: Fetched | None = None
+
+    def complete(self) -> "Page":
+        """Returns the same with the learning rate; the host waits if that has not come yet."""
+        if self.late_lr is None:
+            return self
+        lr = float(self.late_lr.arrived())
+        return replace(self, entry=replace(self.entry, lr=lr), values={**self.values, "lr": lr}, late_lr=None)
 
 
 class Journal:
@@ -45,18 +57,19 @@ class Journal:
         self._begun = time.perf_counter()
         self._said: set[str] = set()
 
-    def add(self, step: int, applied: int, result: Result, lr: float | None, measured: bool) -> Page:
+    def add(self, step: int, applied: int, result: Result, lr: float | Fetched | None, measured: bool) -> Page:
         """Takes in a step; writes it if it was not applied or stands out. One that was `measured` waits for `write`."""
+        late_lr = lr if isinstance(lr, Fetched) else None
         entry = Entry(
             step,
             None if result.applied else result.reason,
-            lr,
+            None if isinstance(lr, Fetched) else lr,
             result.norm,
             result.clipped,
             result.scale,
             result.scale_after,
         )
-        for event, fields in self.ledger.add(entry, result.scale_late):
+        for event, fields in self.ledger.add(entry, {"lr": late_lr, "scale_after": result.scale_late}):
             self.records.event(step, event, **fields)
             in_a_row, reasons = fields["in_a_row"], fields["reasons"]
             self._say(
@@ -64,15 +77,17 @@ class Journal:
                 f"{in_a_row} steps before"
             )
         stands_out = self._spiked(step, result) or result.bad or not result.applied
-        page = Page(entry, applied, self._values(entry, applied, result), result.reason == "loss scale overflow")
+        values, overflow = self._values(entry, applied, result), result.reason == "loss scale overflow"
+        page = Page(entry, applied, values, overflow, late_lr)
         if stands_out and not measured:
-            self._write(page, ())
+            self._write(page.complete(), ())
         if not measured:
             self._write_ledger(at_least=MOST_PENDING if result.applied else 1)
         return page
 
     def write(self, page: Page, counts: Tally, readings: Sequence[Reading]) -> None:
         """Writes a measured step, of which the readings have come."""
+        page = page.complete()
         self._write(page, readings)
         if said := disagreements(page.entry, counts):
             self.records.event(page.entry.step, "ledger", says="; ".join(said))

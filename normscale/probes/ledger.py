@@ -136,7 +136,7 @@ class Ledger(Probe):
         self.reasons: list[str] = []  # of the steps in a row, at most `stalled`
         self.pending: list[Entry] = []
         self.last: Entry | None = None
-        self._late: Fetched | None = None  # the loss scale after the last step, on its way to the host
+        self._late: dict[str, Fetched] = {}  # what of the last row is still on its way to the host, by field
         self.optimizer: torch.optim.Optimizer | None = None
         self.before: Tensor | None = None
         self.changed: Tensor | None = None
@@ -144,14 +144,15 @@ class Ledger(Probe):
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def add(self, entry: Entry, scale_after: Fetched | None = None) -> list[tuple[str, dict[str, Any]]]:
+    def add(self, entry: Entry, late: Mapping[str, Fetched | None] | None = None) -> list[tuple[str, dict[str, Any]]]:
         """Takes in an attempted step; returns the events it makes, each with its fields.
 
-        `scale_after` is that of the entry where it is still on its way: the row is complete when the next step, which
-        the host has waited for, is added.
+        `late` are fields of the entry that are still on their way: the row is complete when the next step, which the
+        host has waited for, is added.
         """
         self.complete()
-        self.last, self._late = entry, scale_after
+        self.last = entry
+        self._late = {field: value for field, value in (late or {}).items() if value is not None}
         self.pending.append(entry)
         if entry.applied:
             self.applied += 1
@@ -165,16 +166,17 @@ class Ledger(Probe):
         return [("stalled", {"in_a_row": self.in_a_row, "reasons": in_runs(self.reasons)})]
 
     def complete(self) -> None:
-        """Completes the last row; it waits if its loss scale has not come yet."""
-        late, self._late = self._late, None
-        if late is not None and self.pending:
-            self.pending[-1] = replace(self.pending[-1], scale_after=float(late.arrived()))
+        """Completes the last row; it waits if something of it has not come yet."""
+        late, self._late = self._late, {}
+        if late and self.pending:
+            came: dict[str, Any] = {field: float(value.arrived()) for field, value in late.items()}
+            self.pending[-1] = replace(self.pending[-1], **came)
 
     def flush(self, at_least: int = 1) -> list[dict[str, Any]]:
         """Returns the complete rows that were not given yet, and forgets them; none if fewer than `at_least` wait."""
         if len(self.pending) < at_least:
             return []
-        complete = len(self.pending) - (self._late is not None)
+        complete = len(self.pending) - bool(self._late)
         rows, self.pending = [asdict(entry) for entry in self.pending[:complete]], self.pending[complete:]
         return rows
 
