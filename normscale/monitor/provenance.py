@@ -23,7 +23,7 @@ from normscale.probes.buffers import WindowBuffers
 from normscale.probes.chance import Sources
 from normscale.probes.culprit import LOSS, Culprit
 from normscale.probes.names import kind_of, plain_name
-from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
+from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, of_the_whole, tried
 from normscale.probes.probe import Array
 from normscale.probes.replay import Kept, replay
 from normscale.probes.walk import Counts
@@ -52,7 +52,8 @@ class Provenance:
         self.buffers, self.late = WindowBuffers(inner), list[str]()
         self.unzeroed = self._undone = 0
         self._left: Leftover | None = None  # a bad gradient that there is at the beginning
-        self.profiles: deque[tuple[int, Mapping[str, Array]]] = deque(maxlen=RUN_UP)
+        self._profiles: deque[tuple[int, Mapping[str, Array]]] = deque(maxlen=RUN_UP)
+        self._whole: deque[dict[str, float]] = deque(maxlen=RUN_UP)
         self._around = Surroundings()
         self._handle = inner.register_forward_pre_hook(self._around) if loss_fn is not None else None
 
@@ -95,6 +96,11 @@ class Provenance:
         """Forgets the window."""
         self.kept.clear()
 
+    def remember(self, step: int, profiles: Mapping[str, Array], values: Mapping[str, float | None]) -> None:
+        """Keeps the numbers of a measured step, for the run-up to a bad one."""
+        self._profiles.append((step, profiles))
+        self._whole.append(of_the_whole(step, values))
+
     def detach(self) -> None:
         """Takes every hook off."""
         if self._handle is not None:
@@ -129,7 +135,7 @@ class Provenance:
         layer = -1 if culprit is None else self._layer(culprit)
         run_up = [
             {"step": step, **{name: float(row[layer]) for name, row in profiles.items()}}
-            for step, profiles in self.profiles
+            for step, profiles in self._profiles
             if layer >= 0
         ]
         return event_fields(
@@ -141,6 +147,7 @@ class Provenance:
             run_up=run_up,
             refused=refused,
             buffers=self.late,
+            whole=self._whole,
         )
 
     def _replayed(self, engine: Engine, result: Result) -> tuple[Culprit | None, str]:

@@ -78,7 +78,10 @@ class Recording:
             profiles = {
                 name: row for reading in readings for name, row in reading.profiles.items() if name not in COLUMNS
             }
-            self.provenance.profiles.append((step, profiles))
+            values = dict(waiting.page.values)
+            for reading in readings:
+                values |= reading.scalars
+            self.provenance.remember(step, profiles, values)
         counts = waiting.counts
         far = self.count.received(waiting.optimizer, counts.applied)
         changed = None if depth.parameters is None else depth.parameters.changed

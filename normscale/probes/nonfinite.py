@@ -8,7 +8,9 @@ from normscale.probes.culprit import Culprit
 
 _T = TypeVar("_T")
 
-RUN_UP = 5  # measured steps that an event shows of the culprit's row
+RUN_UP = 5  # measured steps that an event shows of the culprit's row, or of the whole model
+OF_THE_WHOLE = ("loss_train", "grad_norm", "logz_mean", "logz_max", "stream_first", "stream_last", "stream_max")
+"""What an event shows of the whole model, where the culprit lies in no row."""
 MOST_FAULTS = 20  # parameters that an event lists
 MOST_BUFFERS = 20
 
@@ -29,6 +31,12 @@ def fault_of(kinds: Sequence[str], *, otherwise: str) -> str:
     return kinds[0] if kinds else otherwise
 
 
+def of_the_whole(step: int, values: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns what the run-up to a bad value in no block has of a measured step, out of its recorded values."""
+    known = {name: value for name in OF_THE_WHOLE if (value := values.get(name)) is not None}
+    return {"step": step, **known}
+
+
 def event_fields(
     *,
     fault: str,
@@ -39,6 +47,7 @@ def event_fields(
     run_up: Sequence[Mapping[str, float]],
     refused: str,
     buffers: Sequence[str],
+    whole: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Any]:
     """Returns what an event "nonfinite" says of where it went wrong.
 
@@ -51,6 +60,7 @@ def event_fields(
         run_up: The row's values on the last measured steps before, newest last.
         refused: Why nothing was replayed, "" where it was.
         buffers: Those that the step wrote to and that could not be put back.
+        whole: What `of_the_whole` gives of those steps; it is taken where the culprit lies in no row.
     """
     said: dict[str, Any] = {
         "fault": fault,
@@ -63,6 +73,9 @@ def event_fields(
         said["culprit"] = culprit.fields()
     if run_up:
         said["run_up"] = [dict(one) for one in run_up]
+    elif layer < 0 and whole:
+        said["run_up"] = [dict(one) for one in whole]
+        said["run_up_of"] = "the whole model, as what went bad is in no block that is known"
     if refused:
         said["replay_refused"] = refused
     if buffers:

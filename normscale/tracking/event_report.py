@@ -28,7 +28,7 @@ POLICIES = {
 }
 _SHOWN = ("loss", "grad_norm", "loss_scale", "fault", "layer", "parameter", "policy", "in_a_row")
 _TOLD = frozenset(
-    ("kind", "t", "attempt", "event", "step", "culprit", "run_up", "parameters", "parameters_bad", *_SHOWN)
+    ("kind", "t", "attempt", "event", "step", "culprit", "run_up", "run_up_of", "parameters", "parameters_bad", *_SHOWN)
 )
 RUN_UP = "Run-up"  # the title of the table of the steps before
 MINOR = ("class", "shown by", "kind", "order", "found by", "fault", "note", "micro-batch")
@@ -277,7 +277,8 @@ def _run_up(event: Mapping[str, Any]) -> Table | None:
         return None
     table = [[name, *(_said(entry.get(name)) for entry in steps)] for name in names]
     head = ("step", *(_said(entry.get("step")) for entry in steps))
-    return Table(f"{RUN_UP}: the last measured steps there, newest last", table, head)
+    where = f"of {event['run_up_of']}" if event.get("run_up_of") else "there"
+    return Table(f"{RUN_UP}: the last measured steps {where}, newest last", table, head)
 
 
 def _parameters(event: Mapping[str, Any]) -> Table | None:

@@ -17,7 +17,7 @@ from normscale.probes.buffers import WindowBuffers
 from normscale.probes.chance import Sources
 from normscale.probes.culprit import Culprit
 from normscale.probes.names import kind_of
-from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, tried
+from normscale.probes.nonfinite import NORM_OVERFLOW, RUN_UP, event_fields, fault_of, of_the_whole, tried
 from normscale.probes.probe import Array
 from normscale.probes.replay import Kept, replay
 from normscale.probes.walk import Counts
@@ -37,6 +37,7 @@ class Found:
         run_up: the profiles' values at the site on the last measured steps before.
         refused: why there was no replay, empty where there was one.
         buffers: those that the step wrote to and that could not be put back.
+        whole: what those steps have of the whole model.
     """
 
     site: int
@@ -46,6 +47,7 @@ class Found:
     run_up: list[dict[str, float]]
     refused: str = ""
     buffers: Sequence[str] = ()
+    whole: Sequence[Mapping[str, float]] = ()
 
     def fields(self, loss: float) -> dict[str, Any]:
         """Returns the fields of the event."""
@@ -61,6 +63,7 @@ class Found:
             run_up=self.run_up,
             refused=self.refused,
             buffers=self.buffers,
+            whole=self.whole,
         )
 
 
@@ -77,6 +80,7 @@ class Provenance:
         self._kept: list[Kept] = []
         self._buffers, self._late = WindowBuffers(engine.inner), list[str]()
         self._profiles: deque[tuple[int, dict[str, Array]]] = deque(maxlen=RUN_UP)
+        self._whole: deque[dict[str, float]] = deque(maxlen=RUN_UP)
         model = engine.inner
         self._sites = {name: i for i, names in enumerate(model.site_parameters()) for name in names}
         self._sublayers = [name for name, _ in model.named_sublayers()]
@@ -99,10 +103,11 @@ class Provenance:
         """Keeps a micro-batch that is about to run; the host does not wait."""
         self._kept.append(Kept.of(batch, Sources.at(self.engine.device)))
 
-    def remember(self, step: int, profiles: Mapping[str, Array]) -> None:
-        """Keeps the profiles of a measured step, for the run-up to a bad one."""
+    def remember(self, step: int, profiles: Mapping[str, Array], values: Mapping[str, float]) -> None:
+        """Keeps the profiles of a measured step, and its values, for the run-up to a bad one."""
         if profiles:
             self._profiles.append((step, dict(profiles)))
+            self._whole.append(of_the_whole(step, values))
 
     def seek(self, loss: float, factor: float) -> Found:
         """Returns where the window at hand, which has ended, went wrong; every rank calls it, in the same step.
@@ -125,7 +130,7 @@ class Provenance:
         parameter = self._parameter(culprit, site, () if not math.isfinite(loss) else faults)
         if site < 0 and parameter is not None:
             site = self._sites.get(parameter, -1)
-        return Found(site, parameter, faults, culprit, self._run_up(site), refused, self._late)
+        return Found(site, parameter, faults, culprit, self._run_up(site), refused, self._late, [*self._whole])
 
     def site_by_rows(self) -> int:
         """Returns the site where the window at hand first shows a value that is not finite, by one cheap pass; or -1.
@@ -138,12 +143,14 @@ class Provenance:
     def state_dict(self) -> dict[str, Any]:
         """Returns what has to survive a restart."""
         profiles = [[step, {name: row.tolist() for name, row in rows.items()}] for step, rows in self._profiles]
-        return {"profiles": profiles}
+        return {"profiles": profiles, "whole": [*self._whole]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
+        whole = {int(values["step"]): values for values in state.get("whole", ())}  # older checkpoints have none
         for step, rows in state["profiles"]:
-            self.remember(step, {name: torch.tensor(row, dtype=torch.float64).numpy() for name, row in rows.items()})
+            profiles = {name: torch.tensor(row, dtype=torch.float64).numpy() for name, row in rows.items()}
+            self.remember(step, profiles, whole.get(step, {}))
 
     # How it is sought.
 

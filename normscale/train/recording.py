@@ -218,7 +218,8 @@ class StepRecords:
         for reading in readings:
             values |= reading.scalars
             self.last_profiles |= reading.profiles
-        self.provenance.remember(waiting.step, {n: p for reading in readings for n, p in reading.profiles.items()})
+        profiles = {name: profile for reading in readings for name, profile in reading.profiles.items()}
+        self.provenance.remember(waiting.step, profiles, values)
         if waiting.overflow:
             values = {name: value for name, value in values.items() if math.isfinite(value)}
         if "update" in values:

@@ -14,6 +14,7 @@ import normscale
 from normscale.cli import main
 from normscale.errors import BadInput, NonFiniteStop
 from normscale.monitor.provenance import _joined
+from normscale.tracking.event_report import report_of
 from tests.monitor.made import Poison, adamw, batches, events, loss_fn, marked, net, record, train
 
 INF = float("inf")
@@ -67,6 +68,16 @@ def test_the_first_bad_value_is_named_and_the_step_not_applied(
         assert event["run_up"][0]["stream_rms"] == pytest.approx(
             float(found.profiles["stream_rms"].data[0, event["layer"]])
         )
+        assert "run_up_of" not in event
+    else:
+        wanted = {name: found.series[name].values[0] for name in ("loss_train", "grad_norm", "stream_first")}
+        (row,) = event["run_up"]
+        assert (event["layer"], row["step"]) == (-1, 1)
+        assert {name: row[name] for name in wanted} == pytest.approx(wanted)
+        assert event["run_up_of"] == "the whole model, as what went bad is in no block that is known"
+        (table,) = [table for table in report_of(found, event).tables if table.title.startswith("Run-up")]
+        assert "steps of the whole model, as" in table.title
+        assert [line[0] for line in table.rows][:2] == ["loss_train", "grad_norm"]
 
 
 def test_a_gradient_that_goes_wrong_on_the_way_back_is_told_from_the_forward(tmp_path: Path) -> None:

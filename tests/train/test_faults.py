@@ -38,6 +38,24 @@ def test_a_loss_that_is_not_finite_is_enough(monkeypatch: pytest.MonkeyPatch) ->
     assert (event["fault"], event["layer"], event["parameter"], event["parameters_bad"]) == ("loss", -1, "", 0)
 
 
+def test_what_lies_in_no_block_has_the_run_up_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that was interrupted, too."""
+    (one, other), notes = (trainer(probes=[Activations()]) for _ in range(2)), Notes()
+    given = windows(4)
+    one.step(given[0], notes)
+    one.step(given[1], notes)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    other.step(given[2], notes)
+    monkeypatch.setattr(loop, "summed_loss", lambda logits, targets: summed_loss(logits, targets) + math.nan)
+    other.step(given[3], notes)
+    (event,) = [event for event in notes.events if event["event"] == "nonfinite"]
+    assert (event["layer"], event["run_up_of"].partition(",")[0]) == (-1, "the whole model")  # type: ignore[attr-defined]
+    assert [row["step"] for row in event["run_up"]] == [1, 2, 3]  # type: ignore[attr-defined]
+    for row in event["run_up"]:  # type: ignore[attr-defined]
+        assert row == row | {"loss_train": notes.values[row["step"]]["loss_train"]}
+        assert {"grad_norm", "stream_first", "stream_last"} <= set(row)
+
+
 def test_the_first_bad_step_is_kept_and_each_is_told() -> None:
     t, notes = trainer(), Notes()
     poisoned(t, lambda step: math.nan if step in (2, 4) else 1.0)
