@@ -88,9 +88,9 @@ class Monitor:
     Hooks stay on the blocks, the norms and the model until `close`. A copy of the model has none that work. A block
     that is replaced stops reporting, which is recorded; a model that is moved, or sharded by `fully_shard`, goes on,
     but make its optimizer then. One that is wrapped in DDP later goes on, too, with one small sum over ranks a step
-    more. What was compiled whole and run before has no hooks that work, and is refused; re-entrant activation
-    checkpointing of whole blocks, too. From what `fullgraph=True` must keep whole hooks are left out, and the record
-    says so.
+    more, as one does whose optimizer has what DDP does not average. What was compiled whole and run before has no hooks
+    that work, and is refused; re-entrant activation checkpointing of whole blocks, too. From what `fullgraph=True` must
+    keep whole hooks are left out, and the record says so.
     """
 
     def __init__(
