@@ -296,7 +296,10 @@ class Monitor:
         )
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Records numbers of the loop's own at the step that was made last, as {"accuracy": 0.9}; rank 0's count."""
+        """Records numbers of the loop's own at the step that was made last, as {"accuracy": 0.9}; rank 0's count.
+
+        MLflow charts as many names as it has room for beside what is registered, the first first; the records have all.
+        """
         self._usable("log")
         self.records.metrics(
             self.steps, self.applied, {USER + name: value for name, value in numbers_of(values).items()}

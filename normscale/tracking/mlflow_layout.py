@@ -9,7 +9,7 @@ from zlib import crc32
 
 from normscale.tracking.manifest import Cell, Manifest
 from normscale.tracking.reader import RunRecord, Series, at
-from normscale.tracking.record import MAX_KEYS, QUANTITIES, TRAINED_NATS, USER, has_trained
+from normscale.tracking.record import MAX_KEYS, OF_TRAINERS, QUANTITIES, TRAINED_NATS, USER, has_trained
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
 SCALED = {"peak_memory_bytes": 1e-6}
@@ -208,11 +208,22 @@ def key_of(name: str, chars: int = KEY_CHARS) -> str:
 
 
 def user_keys(record: RunRecord, chars: int = KEY_CHARS) -> dict[str, str]:
-    """Returns {name: key} of the scalars that another loop added, as many as there is room for, the first first."""
+    """Returns {name: key} of the scalars that another loop added, as many as there is room for, the first first.
+
+    There is room for MAX_KEYS less all that is registered and that the run has or may come to have: a key that was sent
+    is never taken back.
+    """
     known = record.series.keys() | record.summary.keys()
-    taken = {quantity.mlflow for name, quantity in QUANTITIES.items() if name in known and quantity.mlflow}
+    reserved = {name for name in QUANTITIES if name in known or not (is_foreign(record) and name in OF_TRAINERS)}
+    room = MAX_KEYS - len({QUANTITIES[name].mlflow for name in reserved} - {None})
     names = [name for name in record.series if name.startswith(USER) and name not in QUANTITIES]
-    return {name: key_of(name, chars) for name in names[: max(0, MAX_KEYS - len(taken | {NON_FINITE}))]}
+    return {name: key_of(name, chars) for name in names[: max(0, room)]}
+
+
+def without_keys(record: RunRecord) -> list[str]:
+    """Returns the names, as their loop has them, of the scalars for which there is no room in MLflow's charts."""
+    shown = user_keys(record)
+    return [name.removeprefix(USER) for name in record.series if name.startswith(USER) and name not in shown]
 
 
 def points(record: RunRecord, chars: int = KEY_CHARS, alive: bool = False) -> list[Point]:

@@ -11,15 +11,15 @@ from urllib.parse import quote
 from normscale.tracking.event_page import markdown
 from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
 from normscale.tracking.manifest import Manifest
-from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, is_foreign, model_class, update_at_end, user_keys
+from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, is_foreign, model_class, update_at_end, without_keys
 from normscale.tracking.mlflow_view import ALONE, APART
 from normscale.tracking.reader import RunRecord, at
-from normscale.tracking.record import USER
-from normscale.tracking.text import nonfinite_points, number
+from normscale.tracking.text import named, nonfinite_points, number
 
 PENDING = "pending"  # the word for a verdict that is not there yet
 ML = "workflowType=machine_learning"  # without it a first visit lands in the mode for language-model applications
 _MAX_EVENTS = 12  # that a run's page lists
+_MAX_NAMED = 50  # scalars that it names
 
 
 def run_path(experiment: str, run: str, artifact: str | None = None) -> str:
@@ -185,7 +185,7 @@ def _first_bad(record: RunRecord) -> int:
 def _run_facts(record: RunRecord) -> dict[str, Any]:
     environment, identity, data = (record.start.get(key) or {} for key in ("environment", "identity", "data"))
     summary, seen = record.summary, record.start.get("precision_seen") or {}
-    more = [name for name in record.series if name.startswith(USER) and name not in user_keys(record)]
+    more = without_keys(record)
     return {
         "run": record.run_id,
         "model": model_class(record) if is_foreign(record) else "",
@@ -200,7 +200,8 @@ def _run_facts(record: RunRecord) -> dict[str, Any]:
         "tokens/s": _number(summary.get("tokens_s")),
         "host": f"{environment.get('host', '-')}, torch {environment.get('torch', '-')}" if environment else "",
         "attempt": number(record.attempt),
-        "not charted": f"{len(more)} of its own scalars, for which there is no room; they are in data/metrics.parquet"
+        "not charted": f"{len(more)} of its own scalars, for which there is no room; they are in data/metrics.parquet: "
+        + named(more, _MAX_NAMED)
         if more
         else "",
         "lost records": _number((record.end or {}).get("lost")),

@@ -137,6 +137,14 @@ USER = "user/"
 PROBE_S = "_probe_s"
 """Ends the names, in a summary, of the seconds that a probe took for passes of its own; the probe's begins them."""
 
+OF_TRAINERS = frozenset(
+    (
+        *("gap", "bleu", "grad_slope", "grad_min_end", "update_end", "mfu", "peak_memory_bytes"),
+        *("loss_val", "loss_gap", "grad_last_out", "attn_logit_max", "attn_entropy_min", "changed", "tokens_s"),
+    )
+)
+"""Quantities that the Trainer alone records: a run of another loop has none of them, at no time."""
+
 MAX_KEYS = 80
 """Keys that one run has in MLflow at the most: with more, its charts take too long to open."""
 

@@ -11,16 +11,17 @@ from normscale.config.sources import plain
 from normscale.progress import duration
 from normscale.tracking.draw import Look, Plot, Points, span_of
 from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
-from normscale.tracking.mlflow_layout import is_foreign, model_class, outcome, settings_of
+from normscale.tracking.mlflow_layout import is_foreign, model_class, outcome, settings_of, without_keys
 from normscale.tracking.reader import RunRecord, at
 from normscale.tracking.record import PROBE_S, TRAINED_NATS, USER, too_few
 from normscale.tracking.show_depth import depth
 from normscale.tracking.spool import strict
-from normscale.tracking.text import number
+from normscale.tracking.text import named, number
 
 LABEL = 10  # columns of the labels at the left
 PLOT_LINES = 9
 MAX_EVENTS = 12
+MAX_NAMED = 20  # scalars for which MLflow's charts have no room
 WORDS = {
     "trained": ("finished: trained", "good"),
     "plateau": ("finished: no better than token frequencies", "open"),
@@ -229,6 +230,9 @@ def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
     found.append(("time", _time(record, alive)))
     if probes := _probes(record):
         found.append(("probes", probes))
+    if uncharted := without_keys(record):
+        count = f"{len(uncharted)} of its own scalars have no room in MLflow's charts (they are in the records)"
+        found.append(("note", f"{count}: {named(uncharted, MAX_NAMED)}"))
     if record.torn:
         found.append(("note", f"{record.torn} unreadable lines of its records are left out"))
     if lost := (record.end or {}).get("lost"):

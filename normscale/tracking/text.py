@@ -1,9 +1,10 @@
 """Numbers and records as a person reads them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from normscale.config.sources import plain
 from normscale.tracking.reader import RunRecord
 from normscale.tracking.record import QUANTITIES
 
@@ -20,6 +21,12 @@ def number(value: Any, digits: int = 4) -> str:
     if value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return f"{value:.{digits}g}"
+
+
+def named(names: Sequence[str], most: int) -> str:
+    """Returns names in a row, those after the first `most` as their count."""
+    shown = ", ".join(plain(name, 60) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nonfinite_points(record: RunRecord) -> list[tuple[int, str, str]]:

@@ -311,24 +311,6 @@ def test_names_of_others_become_keys_that_mlflow_takes_and_never_the_same():
     assert layout.key_of("user/val/loss") == "user/val/loss"
 
 
-def test_a_run_has_at_most_eighty_keys_the_registered_ones_first(runs):
-    from normscale.tracking.record import MAX_KEYS, QUANTITIES
-
-    keys = [quantity.mlflow for quantity in QUANTITIES.values() if quantity.mlflow]
-    assert len(keys) == len(set(keys)) <= MAX_KEYS == 80
-    assert all(layout.key_of(key) == key and "/" in key for key in keys)
-    record = read_run(runs / make_foreign(runs, steps=2, **{f"n{number:03d}": 1.0 for number in range(100)}))
-    points = layout.points(record)
-    found = list(dict.fromkeys(point.key for point in points))
-    ends = [quantity.mlflow for name, quantity in QUANTITIES.items() if name in record.summary and quantity.mlflow]
-    assert len(set(found) | set(ends)) == 80
-    theirs = [key for key in found if key.startswith("user/")]
-    assert theirs == [f"user/n{number:03d}" for number in range(len(theirs))]
-    assert found[-len(theirs) :] == theirs
-    left = 100 - len(theirs)
-    assert f"| not charted | {left} of its own scalars" in pages.run_page(record, "finished", "7", "R", {})
-
-
 def test_sections_come_in_order_whatever_the_order_of_registration(runs):
     record = read_run(runs / make_run(runs, steps=2, every=1))
     for name in ("adam_eps_share", "eps_share_max", "attn_logit_max", "headroom", "update_rel_p50", "stream_growth"):
