@@ -15,7 +15,7 @@ from launch.local import PREEMPTED, stops
 from launch.remote import Event, Remote
 from launch.supervise import STOPS, passed_on
 from launch.wire import BEAT_S, LOST_AFTER_S
-from normscale.arguments import debugging, say_error
+from normscale.arguments import debugging, to_stderr
 from normscale.errors import LaunchError
 from normscale.planned import code_hash
 
@@ -221,20 +221,20 @@ class Job:
         failure, stopped = first_of(self._failures), stops(self._noted)
         own = failure is None or failure.stopped or failure.followed or not failure.told
         if stopped and own:
-            say_error(f"stopped by {signal_name(stopped[0])}")
+            to_stderr(f"stopped by {signal_name(stopped[0])}")
             return 128 + stopped[0]
         if signal.SIGUSR1 in self._noted and failure and failure.error.startswith("was killed by SIGUSR1"):
-            say_error("stopped by SIGUSR1")  # before the ranks were ready for it
+            to_stderr("stopped by SIGUSR1")  # before the ranks were ready for it
             return PREEMPTED
         if failure is not None and (failure.rank != 0 or not failure.told):
-            say_error(failure.says() if self._together else failure.error)
+            to_stderr(failure.says() if self._together else failure.error)
         if failure is not None:
             return failure.exit_code
         if not self._unexplained:
             return 0
         remote, end = self._unexplained[0]
         _show(remote, end["noise"])
-        say_error(f"{remote.host.name}: what it was to run ended with exit code {end['code']}")
+        to_stderr(f"{remote.host.name}: what it was to run ended with exit code {end['code']}")
         return int(end["code"])
 
 

@@ -9,7 +9,7 @@ from types import FrameType
 from launch.command import Command
 from launch.failures import signal_name
 from launch.supervise import POLL_S, STOPS, Outcome, Supervised, passed_on
-from normscale.arguments import debugging, say_error
+from normscale.arguments import debugging, to_stderr
 
 GRACE_S = 20.0  # what survivors of a failure, or of a signal, have to end by themselves
 PREEMPTED = 128 + signal.SIGTERM
@@ -65,20 +65,20 @@ def report(outcome: Outcome, noted: list[int], what: str) -> int:
     failure = outcome.failure
     stopped = stops(noted)
     if stopped and (failure is None or not failure.told or failure.stopped or failure.followed):
-        say_error(f"stopped by {signal_name(stopped[0])}")
+        to_stderr(f"stopped by {signal_name(stopped[0])}")
         return 128 + stopped[0]
     if signal.SIGUSR1 in noted and failure is not None and failure.error.startswith("was killed by SIGUSR1"):
-        say_error("stopped by SIGUSR1")  # before the ranks were ready for it
+        to_stderr("stopped by SIGUSR1")  # before the ranks were ready for it
         return PREEMPTED
     if failure is not None:
         if failure.rank != 0 or not failure.told:  # rank 0 has said it
-            say_error(failure.says())
+            to_stderr(failure.says())
         return failure.exit_code
     if outcome.exit_code == 0:
         return 0
     sys.stderr.buffer.write(outcome.noise)  # the launcher itself failed: its words are all there is
     sys.stderr.flush()
-    say_error(f"{what} failed with exit code {outcome.exit_code}")
+    to_stderr(f"{what} failed with exit code {outcome.exit_code}")
     return 1
 
 

@@ -27,7 +27,7 @@ from launch.processes import adopt_orphans, die_with_parent, end_descendants
 from launch.rank import MARK
 from launch.ssh import Place
 from launch.supervise import POLL_S, STOPS, Outcome, passed_on, pump
-from normscale.arguments import say_error
+from normscale.arguments import to_stderr
 
 SSH_ARGS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 SIGNAL_S = 10.0  # what a signal may take to its rank
@@ -101,7 +101,7 @@ class PdshJob:
         if code == 0 and failure is None and silent and not self._noted:  # pdsh's own word is not enough
             failure = Failure(silent[0], 1, "ended without a word").at(self._host_of[silent[0]])
         if failure is not None and not self._together and not stops(self._noted):
-            say_error(
+            to_stderr(
                 failure.error if failure.rank < 0 else f"{failure.host}: what it ran of the claim {failure.error}"
             )
             return failure.exit_code

@@ -84,10 +84,17 @@ def number(word: str) -> float:
         raise argparse.ArgumentTypeError(f"{word!r} is not a number; give e.g. 0.5") from None
 
 
-def say_error(lines: str) -> None:
-    """Prints what went wrong on stderr, each line marked as ours (a file may hold several mistakes, one a line)."""
-    for line in lines.splitlines():
-        print(f"normscale: {line}", file=sys.stderr, flush=True)
+def to_stderr(lines: str) -> None:
+    """Says something on stderr, each line marked as ours (a file may hold several mistakes, one a line).
+
+    Where nothing can be said (stderr is closed, a file on a full disk, a pipe that nobody reads) nothing is: a rank
+    does not end for want of a line.
+    """
+    if sys.stderr is None:  # print would take stdout
+        return
+    with suppress(OSError, ValueError):
+        for line in lines.splitlines():
+            print(f"normscale: {line}", file=sys.stderr, flush=True)
 
 
 def refuse_unknown(word: str, known: Sequence[str], what: str) -> None:
@@ -212,7 +219,7 @@ def _lasting_streams() -> Iterator[_Lasting]:
         sys.stdout, sys.stderr = before
 
 
-def run_command(command: Callable[[], int], say: Say = say_error) -> int:
+def run_command(command: Callable[[], int], say: Say = to_stderr) -> int:
     """Returns the exit code of a command, having said in one line why it failed.
 
     The code is that of the command even where nobody reads its output any more, as after `head`.
@@ -221,7 +228,7 @@ def run_command(command: Callable[[], int], say: Say = say_error) -> int:
         code = _run(command, say)
         out.flush()
         if out.lost is not None and not isinstance(out.lost, BrokenPipeError):
-            say_error(f"stdout: some output was lost ({out.lost.strerror})")
+            to_stderr(f"stdout: some output was lost ({out.lost.strerror})")
     return code
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from normscale.arguments import Parser, Stopped, number, refuse_unknown, run_command, say_error, whole
+from normscale.arguments import Parser, Stopped, number, refuse_unknown, run_command, to_stderr, whole
 from normscale.commands import claims as claim_commands
 from normscale.commands import explain as explain_command
 from normscale.commands import look, stores, training
@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _status_dir() and ended and isinstance(ended[0], Stopped) and speaker is None:
             return  # the launcher that stopped us says why
         if rank() == 0 if _status_dir() or speaker is None else rank() == speaker:
-            say_error(line)
+            to_stderr(line)
         elif not _status_dir() and speaker is None:  # with a status folder the launcher says it, once
-            say_error(f"rank {rank()}: {line}")
+            to_stderr(f"rank {rank()}: {line}")
 
     def run() -> int:
         try:

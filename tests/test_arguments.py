@@ -1,14 +1,18 @@
 """One line and an exit code for whatever ends a command."""
 
+import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from normscale.arguments import refuse_unknown, run_command, stoppable
+import normscale
+from normscale.arguments import refuse_unknown, run_command, stoppable, to_stderr
 from normscale.errors import BadInput, ConfigError, NonFiniteStop, RunFailed
 
 NO_MEMORY = "out of memory; make the model, the batch or the context smaller"
@@ -67,6 +71,34 @@ def test_a_traceback_is_shown_only_when_asked_for(monkeypatch: pytest.MonkeyPatc
 def test_several_mistakes_are_each_marked(capsys: pytest.CaptureFixture[str]):
     run_command(raising(ConfigError("a\nb")))
     assert capsys.readouterr().err == "normscale: a\nnormscale: b\n"
+
+
+@pytest.mark.parametrize("kind", ["full", "nobody reads", "closed", "none"])
+def test_what_cannot_be_said_ends_nothing(kind: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    if kind == "nobody reads":
+        there, here = os.pipe()
+        os.close(there)
+        stream = os.fdopen(here, "w", buffering=1)
+    else:
+        stream = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    if kind == "closed":
+        with suppress(OSError):
+            stream.close()
+    monkeypatch.setattr(sys, "stderr", None if kind == "none" else stream)
+    to_stderr("one\ntwo")
+    monkeypatch.undo()
+    with suppress(OSError):
+        stream.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_what_training_calls_says_things_in_no_other_way():
+    package = Path(normscale.__file__).parent
+    parts = ("monitor", "probes", "train", "models", "norms", "ops", "schemes", "data")
+    files = [package / "tracking/spool.py", *(file for part in parts for file in (package / part).rglob("*.py"))]
+    assert len(files) > 100
+    said = re.compile(r"sys\.stderr|\bprint\(|print_exc")
+    assert [str(file) for file in files if said.search(file.read_text())] == []
 
 
 def test_the_nearest_name_is_offered():

@@ -5,12 +5,12 @@ Runs know nothing of claims, so that one run can serve several; `<runs>/claims/<
 
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from normscale.arguments import to_stderr
 from normscale.claims.claim import Cell, Claim, ProfileName, Role
 from normscale.claims.results import Result
 from normscale.claims.verdict import Judgement
@@ -123,6 +123,6 @@ def record_of(runs: Path, run_id: str) -> RunRecord | None:
         return read_run(folder) if os.path.lexists(folder / SPOOL) else None
     except StoreError as error:
         if folder not in _SAID:
-            print(f"normscale: {error}; it counts as missing", file=sys.stderr, flush=True)
+            to_stderr(f"{error}; it counts as missing")
         _SAID.add(folder)
         return None

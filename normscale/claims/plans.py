@@ -1,11 +1,11 @@
 """What a start of claims has to do: the cells of each claim, their runs, those still to be done, what hours pay for."""
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from normscale.arguments import to_stderr
 from normscale.claims.budget import divide, said
 from normscale.claims.claim import Cell, Claim, ProfileName
 from normscale.claims.cost import Cost
@@ -68,7 +68,7 @@ def plans_of(configs: Sequence[tuple[Claim, list[tuple[Cell, Work]]]], part: Par
             if part is not None:  # a machine that has the data would cut other parts, and runs would be in none
                 mend = "put it on every machine that has a part, or name the other claims alone"
                 raise DataError(f"{error} (claim {claim.id}; {mend})") from None
-            print(f"normscale: {claim.id} is left out: {error}", file=sys.stderr, flush=True)
+            to_stderr(f"{claim.id} is left out: {error}")
             plans.append(Plan(claim, left_out=(f"its data cannot be read: {error}",)))
     return plans
 

@@ -9,7 +9,6 @@ import itertools
 import math
 import shlex
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from normscale.arguments import to_stderr
 from normscale.claims.claim import GPU_PROFILES, Cell, Claim, ProfileName, work_config
 from normscale.claims.cost import ENOUGH, Cost, Device, fitted, from_finished, hours, work_of
 from normscale.claims.discover import experiments_folder, list_claims, select
@@ -136,7 +136,7 @@ def _run_part(configs: Configs, profile: ProfileName, runs: Path, workers: int |
 
 def _code(lost: Sequence[Job]) -> int:
     for job in lost:
-        print(f"normscale: no result: {job.name}: {job.note}", file=sys.stderr)
+        to_stderr(f"no result: {job.name}: {job.note}")
     return 1 if lost else 0
 
 
@@ -370,7 +370,7 @@ class _Sink:
         if kind is not None:  # interrupted: the next start, or `normscale sync`, brings MLflow up to date
             self.process.end()
         elif problem := self.process.finish(SYNC_S):
-            print(f"normscale: {problem}", file=sys.stderr)
+            to_stderr(problem)
 
     def links(self, claims: Sequence[Claim], profile: ProfileName) -> list[str]:
         """Returns the lines that lead to the claims in the MLflow UI."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normscale.arguments import say_error, stoppable
+from normscale.arguments import stoppable, to_stderr
 from normscale.commands.common import DEFAULT_URI, check_folder, load, rank
 from normscale.errors import BadInput, NonFiniteStop
 
@@ -117,7 +117,7 @@ def _sink(runs: Path, uri: str | None) -> Iterator[None]:
         raise
     finally:
         if problem := sink.finish(SYNC_S, stopped):
-            say_error(problem)
+            to_stderr(problem)
 
 
 def _say_result(result: "RunResult", uri: str | None) -> None:

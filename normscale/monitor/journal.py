@@ -1,13 +1,13 @@
 """What goes into the records of a monitored run, step by step."""
 
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from normscale.arguments import to_stderr
 from normscale.monitor.engines import Engine, Result
 from normscale.monitor.parameters import BlockParameters
 from normscale.monitor.records import Records
@@ -154,7 +154,7 @@ class Journal:
     def _say(self, says: str) -> None:
         """Says something on standard error, once for all ranks."""
         if self.records.spool is not None:
-            print(f"normscale: {says}", file=sys.stderr, flush=True)
+            to_stderr(says)
 
     def _spiked(self, step: int, result: Result) -> bool:
         """Returns whether the loss or the gradient norm has spiked; what a loss scale has spoilt does not count."""

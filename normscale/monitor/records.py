@@ -5,7 +5,6 @@ import platform
 import re
 import secrets
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import normscale
+from normscale.arguments import to_stderr
 from normscale.errors import BadInput, StoreError
 from normscale.monitor.blocks import stack_starts
 from normscale.probes.names import kind_of
@@ -91,8 +91,7 @@ class Records:
         if self.spool is not None:
             self.spool.end(outcome, exit_code, summary)
             if self.spool.gone:
-                said = f"{self.run_dir}: the end of the run is not recorded ({self.spool.gone})"
-                print(f"normscale: {said}", file=sys.stderr, flush=True)
+                to_stderr(f"{self.run_dir}: the end of the run is not recorded ({self.spool.gone})")
 
     def finish(self, stopped: bool) -> None:
         """Waits for the store, if one is kept up to date, and says what it lacks; shortly where a run was stopped.
@@ -100,10 +99,9 @@ class Records:
         Then it says what shows the run.
         """
         if self._sink is not None and (lacks := self._sink.finish(60.0, stopped)):
-            print(f"normscale: {lacks}", file=sys.stderr, flush=True)
+            to_stderr(lacks)
         if self.spool is not None and not self.spool.gone:
-            said = shlex.join(["normscale", "show", str(self.run_dir)])
-            print(f"normscale: this run is shown by: {said}", file=sys.stderr, flush=True)
+            to_stderr(f"this run is shown by: {shlex.join(['normscale', 'show', str(self.run_dir)])}")
 
     def close(self) -> None:
         if self.spool is not None:

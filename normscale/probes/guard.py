@@ -1,6 +1,5 @@
 """Keeps what goes wrong in a probe away from training, on one rank or on several."""
 
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from normscale.arguments import debugging, is_lost_rank
+from normscale.arguments import debugging, is_lost_rank, to_stderr
 from normscale.probes.joint import BrokenPass, Elsewhere, Joint
 from normscale.probes.probe import Array, Hand, Probe, Reading, Reduction, Transfer
 
@@ -230,7 +229,7 @@ class Guard:
 
     def _fail(self, probe: Probe, method: str, error: Exception) -> None:
         if debugging():
-            traceback.print_exception(error)
+            to_stderr("".join(traceback.format_exception(error)))
         text = " ".join(str(error).split())
         reason = f"{method}: {type(error).__name__}" + (f": {text}" if text else "")
         self._failed.setdefault(probe.name, reason[:REASON])
@@ -250,8 +249,7 @@ class Guard:
         self._told.add(name)
         self._news.append((name, reason))
         if self.rank == 0:
-            line = f"normscale: the probe {name!r} is switched off ({reason}); training goes on without it"
-            print(line, file=sys.stderr, flush=True)
+            to_stderr(f"the probe {name!r} is switched off ({reason}); training goes on without it")
 
     def _flags(self) -> Tensor:
         """Returns a 1 for each active probe that has failed here."""

@@ -1,9 +1,9 @@
 """The event of a step that was not finite, as every loop records it."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from normscale.arguments import to_stderr
 from normscale.probes.culprit import Culprit
 
 _T = TypeVar("_T")
@@ -22,7 +22,7 @@ def tried(seek: Callable[[], _T]) -> _T | None:
     try:
         return seek()
     except Exception as error:
-        print(f"normscale: a non-finite step: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        to_stderr(f"a non-finite step: {type(error).__name__}: {error}")
         return None
 
 

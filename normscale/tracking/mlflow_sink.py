@@ -9,9 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from normscale.arguments import to_stderr
 from normscale.errors import StoreError
 from normscale.tracking import mlflow_layout as layout
 from normscale.tracking.address import resolve
@@ -129,9 +131,11 @@ def _replay_lone(store: Store, run_dir: Path) -> None:
 
 
 def _say(report: SyncReport) -> None:
-    print(time.strftime("%H:%M:%S"), report, flush=True)
-    for failure in report.failures[1:10]:
-        print("         also:", failure, flush=True)
+    """Says what a sync did; a log on a full disk goes without."""
+    with suppress(OSError):
+        print(time.strftime("%H:%M:%S"), report, flush=True)
+        for failure in report.failures[1:10]:
+            print("         also:", failure, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -154,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
             stop = parent_gone() if options.until_idle else (lambda: False)
             report = follow(options.runs, uri, options.follow, stop)
     except StoreError as error:
-        print(f"normscale: {error}", file=sys.stderr)
+        to_stderr(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130

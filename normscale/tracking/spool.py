@@ -9,7 +9,6 @@ import errno
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from normscale.arguments import to_stderr
 from normscale.errors import StoreError
 from normscale.tracking.files import try_lock
 from normscale.tracking.record import PROFILES, QUANTITIES, USER, Outcome
@@ -154,8 +154,7 @@ class SpoolWriter:
             self._at = int(record.get("step", 0))
             if not self._warned:
                 self._warned = True
-                message = f"normscale: {self.path}: a record was lost ({error.strerror}); training goes on"
-                print(f"{message}, free some space", file=sys.stderr, flush=True)
+                to_stderr(f"{self.path}: a record was lost ({error.strerror}); training goes on, free some space")
 
     def _tell_lost(self) -> None:
         """Notes in the records, once they can be written again, how many are missing."""

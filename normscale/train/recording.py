@@ -1,7 +1,6 @@
 """What the steps of a run leave in its records: numbers, profiles, events, the ledger."""
 
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from normscale.arguments import to_stderr
 from normscale.config.schema import RunConfig
 from normscale.probes.culprit import Culprit
 from normscale.probes.guard import Guard, Sent
@@ -167,8 +167,8 @@ class StepRecords:
 
     def _say_stalled(self, in_a_row: int, reasons: str) -> None:
         if self.engine.rank == 0:
-            line = f"normscale: step {self.attempted}: {in_a_row} steps in a row were not applied ({reasons})"
-            print(f"{line}; the weights are those of {in_a_row} steps before", file=sys.stderr, flush=True)
+            line = f"step {self.attempted}: {in_a_row} steps in a row were not applied ({reasons})"
+            to_stderr(f"{line}; the weights are those of {in_a_row} steps before")
 
     def _set_aside(self) -> None:
         """Takes note of what the probes' own passes took since it last did; leaves it out of the tokens a second."""

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from normscale.arguments import LOST_RANK, exit_code_of, is_lost_rank
+from normscale.arguments import LOST_RANK, exit_code_of, is_lost_rank, to_stderr
 from normscale.config.load import dump
 from normscale.config.schema import RunConfig
 from normscale.config.sharing import check_divides
@@ -227,7 +226,7 @@ def _found(
 
     def tell(path: Path, reason: str) -> None:
         passed_over.append((path, reason))
-        print(f"normscale: {path}: passed over: {reason}", file=sys.stderr, flush=True)
+        to_stderr(f"{path}: passed over: {reason}")
 
     if fresh:
         checkpoints.pass_over()
@@ -236,8 +235,7 @@ def _found(
     late = {f"trainer/{name}": tensor for name, tensor in session.trainer.late_state().items()}
     found = checkpoints.newest(reached, session.state_dict(), late, tell)
     if passed_over and found is None:
-        line = f"normscale: {checkpoints.root}: no checkpoint can be used; training starts at step 0"
-        print(line, file=sys.stderr, flush=True)
+        to_stderr(f"{checkpoints.root}: no checkpoint can be used; training starts at step 0")
     return found, passed_over
 
 

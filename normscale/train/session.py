@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from normscale.arguments import to_stderr
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches, held_out_batches, unigram_of
 from normscale.data.task import Task
@@ -218,8 +219,8 @@ class Session:
         if failed:
             recorder.event(step, "checkpoint_failed", reason=failed)
             if self.engine.rank == 0 and not self._warned:
-                message = f"normscale: {checkpoints.path(step)}: the checkpoint could not be written ({failed})"
-                print(f"{message}; training goes on, the checkpoints before it are kept", file=sys.stderr, flush=True)
+                message = f"{checkpoints.path(step)}: the checkpoint could not be written ({failed})"
+                to_stderr(f"{message}; training goes on, the checkpoints before it are kept")
             self._warned = True
         spent = time.perf_counter() - begun
         self.checkpoint_s += spent

@@ -1,6 +1,5 @@
 """The model of a run as its checkpoint has it, for whoever looks at it afterwards."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
+from normscale.arguments import to_stderr
 from normscale.config.schema import RunConfig
 from normscale.data.task import Task, load_task
 from normscale.errors import BadInput
@@ -88,7 +88,7 @@ def weights_of(run_dir: Path, step: int | None = None) -> tuple[int, dict[str, T
             reasons.append(f"step {one}: not of the format that this version reads ({type(error).__name__})")
         else:
             for reason in reasons:
-                print(f"normscale: {run_dir}: {reason}; step {one} is taken instead", file=sys.stderr, flush=True)
+                to_stderr(f"{run_dir}: {reason}; step {one} is taken instead")
             return one, weights
     raise BadInput(f"{run_dir}: no checkpoint of it can be used; {'; '.join(reasons)}")
 

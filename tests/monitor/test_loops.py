@@ -1,6 +1,7 @@
 """Loops as people write them in one process, their mistakes, and what a monitor must not change."""
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -404,6 +405,28 @@ def test_a_disk_that_fails_in_mid_run_costs_records_and_one_warning(
     train(model, monitor, batches(1))
     assert record(monitor).series["loss_train"].steps == [1, 5]
     assert capsys.readouterr().err.count("a record was lost") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_where_nothing_can_be_said_training_goes_on_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost record, steps that were not applied, a probe that fails, the end: each would be said on stderr."""
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = net(2)
+    Poison(model, "blocks.1")
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        monitor = normscale.Monitor(model, loss_fn, runs=tmp_path, every=1, stalled=2)
+        monkeypatch.setattr(monitor.depth.rows, "read", lambda values: 1 / 0)
+        reports = train(model, monitor, [*batches(1), *map(marked, batches(2)), *batches(1)])
+        monkeypatch.setattr(os, "write", failing)
+        train(model, monitor, batches(1))
+        monitor.close()
+        monkeypatch.undo()
+    assert [report.applied for report in reports] == [True, False, False, True]
+    assert {event["event"] for event in record(monitor).events} >= {"nonfinite", "stalled", "probe_off"}
 
 
 def test_the_loops_own_numbers_and_settings_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

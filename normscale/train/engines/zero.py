@@ -4,7 +4,6 @@ DeepSpeed clips and steps in one call; what it would make of a gradient that is 
 So the norm is taken from its averaged gradients before, all ranks alike, and the step is made or the window let go of.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from normscale.arguments import to_stderr
 from normscale.config.deepspeed import check_precision, native_bf16, rendered
 from normscale.config.schema import OptimConfig, RunConfig
 from normscale.errors import LaunchError, RunFailed
@@ -55,8 +55,7 @@ class ZeroEngine(Engine):
         self.native = native_bf16(config)
         self.uncompiled = self.stage == 3 and uncompiled(model)
         if self.uncompiled and self.rank == 0:
-            line = "normscale: model.compile is off: ZeRO-3's hooks would break every graph (engine.zero=2 compiles)"
-            print(line, file=sys.stderr, flush=True)
+            to_stderr("model.compile is off: ZeRO-3's hooks would break every graph (engine.zero=2 compiles)")
         if self.precision.compute != "fp32":
             computing_within(model, self.autocast)
         exact = {name: p.detach().clone() for name, p in model.named_parameters()} if self.native else {}
