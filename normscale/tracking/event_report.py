@@ -1,11 +1,11 @@
 """What an event says, as a person reads it: a sentence, its facts, its tables. From the spool's record alone.
 
-The events: `nonfinite` (with `culprit`, `run_up`, `policy` and `in_a_row` where they are known), `stalled`, `ledger`,
+The events: `nonfinite` (with `culprit`, `run_up`, `policy` and `in_a_row` where they are known), `nan` (a stop that
+left no such event), `loss_nonfinite` (losses that were not finite in steps that were applied), `stalled`, `ledger`,
 `probe_off`, what became of an attempt (`record.ABOUT_AN_ATTEMPT`), and whatever else a loop notes. Fields that nobody
 here knows are shown as they are.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -70,8 +70,11 @@ class EventReport:
 
 
 def is_bad(event: Mapping[str, Any]) -> bool:
-    """Returns whether an event is about values that are not finite."""
-    return re.search(r"\bnan\b|non.?finite", str(event.get("event")), re.I) is not None
+    """Returns whether an event is of a step that was not finite, or of a run that stopped on one.
+
+    A loss that was not finite beside finite gradients (`loss_nonfinite`) spoilt no step.
+    """
+    return event.get("event") in ("nonfinite", "nan")
 
 
 def sentence(event: Mapping[str, Any], rows: Sequence[str] = ()) -> str:
@@ -84,6 +87,8 @@ def sentence(event: Mapping[str, Any], rows: Sequence[str] = ()) -> str:
         reasons = _joined(event.get("reasons"))
         times = f"no step was applied {_said(event.get('in_a_row'))} times in a row"
         return f"{times}: {reasons}" if reasons else times
+    if kind == "loss_nonfinite" and {"says", "count", "first_step"} <= event.keys():
+        return f"{event['says']} ({_said(event['count'])} such losses, first at step {_said(event['first_step'])})"
     if isinstance(event.get("says"), str):
         return f"{kind}: {event['says']}"
     if kind == "spike":

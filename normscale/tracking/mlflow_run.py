@@ -20,7 +20,7 @@ from normscale.tracking.spool import SPOOL
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-LAYOUT = 5  # raise when the layout changes: every run is then looked at again
+LAYOUT = 6  # raise when the layout changes: every run is then looked at again
 
 
 def replay_run(

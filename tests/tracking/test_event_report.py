@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from normscale.tracking.draw import Look
 from normscale.tracking.event_page import html, markdown
-from normscale.tracking.event_report import culprit_sentence, report_of, row_of, sentence
+from normscale.tracking.event_report import culprit_sentence, is_bad, report_of, row_of, sentence
+from normscale.tracking.mlflow_artifacts import bad_events, event_folders, event_picture_says
+from normscale.tracking.mlflow_pages import run_page
 from normscale.tracking.reader import read_run
+from normscale.tracking.show import show
 from tests.tracking.made import CULPRIT, make_foreign, make_run
 
 
@@ -79,6 +83,10 @@ def test_a_module_whose_own_code_is_to_blame_is_told_from_its_tensors() -> None:
         (
             {"event": "loss_scale", "before": 65536.0, "after": 32768.0, "reason": "overflow", "found_in": "gradient"},
             "loss scale 65536 to 32768 (overflow, in the gradient)",
+        ),
+        (
+            {"event": "loss_nonfinite", "count": 3, "first_step": 42, "says": "a loss was not finite"},
+            "a loss was not finite (3 such losses, first at step 42)",
         ),
         ({"event": "of a later version", "x": 1}, "of a later version x=1"),
         ({"event": "nonfinite", "layer": 1, "fault": "+Inf"}, "+Inf in b (sublayer 2 of 2)"),
@@ -204,5 +212,30 @@ def test_fields_of_any_type_make_a_report(odd: object, tmp_path: Path) -> None:
         markdown(report_of(record, event), "r")
     for key in CULPRIT:
         html(report_of(record, record.events[0] | {"culprit": CULPRIT | {key: odd}}), "r")
-    for kind in ("stalled", "ledger", "probe_off", "spike", "loss_scale", "records_lost"):
-        sentence({"event": kind, **dict.fromkeys(("says", "reasons", "in_a_row", "before", "of", "value"), odd)})
+    keys = ("says", "reasons", "in_a_row", "before", "of", "value", "count", "first_step")
+    for kind in ("stalled", "ledger", "probe_off", "spike", "loss_scale", "records_lost", "loss_nonfinite"):
+        sentence({"event": kind, **dict.fromkeys(keys, odd)})
+
+
+def test_a_loss_that_spoilt_no_step_does_not_hide_the_first_bad_value(tmp_path: Path) -> None:
+    """Under DDP a rank's own loss may be NaN beside finite gradients, as with a mean over no targets."""
+    record = read_run(tmp_path / make_foreign(tmp_path, bad_at=4))
+    harmless = {
+        "kind": "event",
+        "event": "loss_nonfinite",
+        "step": 2,
+        "count": 1,
+        "first_step": 2,
+        "says": "a loss was",
+    }
+    record.events.insert(0, harmless)
+    assert [is_bad(event) for event in record.events] == [False, True]
+    shown = "\n".join(show(record, False, Look(100, False, False)))
+    assert "the first value that was not finite" in shown
+    assert "h.3.mlp.act" in shown
+    for word in ("finished", "nan"):
+        first, *_ = run_page(record, word, "7", "R", event_folders(record)).split("\n")
+        assert "tep 4" in first
+        assert "tep 2" not in first
+    assert [event["step"] for event in bad_events(record)] == [4]
+    assert event_picture_says(record, bad_events(record)[0]).startswith("stream's gradient over depth of this step")
