@@ -182,12 +182,11 @@ class Monitor:
         loop = {"loop": dict(config)} if config else {}
         try:
             self.records.start(
+                uri,
                 config={"name": name, "monitor": settings, **loop},
                 **facts(self.inner, device, self.engine.name, self.engine.world, self.blocks),
                 **self.depth.facts(),
             )
-            if uri is not None:
-                self.records.follow(uri)
         except BaseException:
             self.closed = True
             self._leave()

@@ -6,7 +6,8 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,34 +43,48 @@ class Records:
         self.run_id = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self.spool: SpoolWriter | None = None
         self._sink: Sink | None = None
-        runs, failed = Path(runs).absolute(), ""
-        if rank == 0:
-            try:
-                self.spool = SpoolWriter(runs / self.run_id, 1)
-            except StoreError as error:
-                failed = (
-                    str(error)
-                    .replace("tracking.runs: ", "", 1)
-                    .replace("tracking.runs=<folder>", "Monitor(runs=<folder>)")
-                )
-        if world > 1:
-            sent = [self.run_id, str(runs), failed]
-            dist.broadcast_object_list(sent, src=0)
-            self.run_id, runs, failed = sent[0], Path(sent[1]), sent[2]
-        if failed:
-            raise StoreError(f"Monitor: {failed}")
-        self.run_dir = runs / self.run_id
+        self._rank, self._world = rank, world
+        self.run_dir = Path(runs).absolute() / self.run_id
+        self._first_does(self._open)
 
-    def start(self, **fields: Any) -> None:
-        if self.spool is not None:
-            self.spool.start(run_id=self.run_id, **fields)
+    def start(self, uri: str | None, **fields: Any) -> None:
+        """Writes the start record; begins a process that keeps an MLflow store up to date, if there is to be one.
 
-    def follow(self, uri: str) -> None:
-        """Begins a process that keeps an MLflow store up to date."""
-        if self.spool is not None:
+        Raises:
+            StoreError: that cannot be done, on whatever rank.
+        """
+        self._first_does(partial(self._start, uri, fields))
+
+    def _open(self) -> None:
+        self.spool = SpoolWriter(self.run_dir, 1)
+
+    def _start(self, uri: str | None, fields: Mapping[str, Any]) -> None:
+        assert self.spool is not None
+        self.spool.start(run_id=self.run_id, **fields)
+        if uri is not None:
             from normscale.tracking.sink_process import Sink
 
             self._sink = Sink(self.run_dir.parent, uri)
+
+    def _first_does(self, act: Callable[[], None]) -> None:
+        """Lets rank 0 do something; all ranks come to know the run's folder, and fail together where it fails."""
+        broken, failed = None, ""
+        if self._rank == 0:
+            try:
+                act()
+            except StoreError as error:
+                failed = str(error).removeprefix("tracking.runs: ")
+                failed = failed.replace("tracking.runs=<folder>", "Monitor(runs=<folder>)")
+            except Exception as error:  # the other ranks wait to hear of it
+                broken, failed = error, f"rank 0 failed: {type(error).__name__}: {error}"
+        if self._world > 1:
+            sent = [self.run_id, str(self.run_dir), failed]
+            dist.broadcast_object_list(sent, src=0)
+            self.run_id, self.run_dir, failed = sent[0], Path(sent[1]), sent[2]
+        if broken is not None:
+            raise broken
+        if failed:
+            raise StoreError(f"Monitor: {failed}")
 
     def metrics(self, step: int, applied: int, values: Mapping[str, float]) -> None:
         if self.spool is not None:

@@ -10,15 +10,19 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import normscale
-from normscale.errors import NonFiniteStop
+from normscale.errors import NonFiniteStop, StoreError
 from normscale.monitor import rows
 from normscale.monitor.drift import Drift
+from normscale.tracking import sink_process
+from normscale.tracking.spool import SpoolWriter
 from tests.monitor.made import Net, Poison, batches, loss_fn, marked, net
 
 OUT = Path(sys.argv[1])
@@ -175,9 +179,28 @@ def trained(kind: str) -> dict[str, Any]:
     return said
 
 
+def refused() -> list[str]:
+    """Returns why no monitor could be made where the first rank cannot write a start record, or its sink's log."""
+    said = []
+    full = "tracking.runs: cannot write x (No space left); choose another folder: tracking.runs=<folder>"
+    for owner, name, error in (
+        (SpoolWriter, "start", StoreError(full)),
+        (sink_process, "Sink", StoreError(full)),
+        (SpoolWriter, "start", ZeroDivisionError("on purpose")),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if RANK == 0:
+                patch.setattr(owner, name, Mock(side_effect=error))
+            try:
+                normscale.Monitor(net(3), loss_fn, runs=OUT / "refused", uri=f"sqlite:///{OUT}/mlflow.db")
+            except (StoreError, ZeroDivisionError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    said = {}
+    said: dict[str, Any] = {"refused": refused()}
     for kind in KINDS:
         with (
             failing_at(6 if kind.startswith("fsdp2") and RANK == 1 else 0),

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 KINDS = ("ddp", "ddp-late", "meeting", "fsdp2", "fsdp2-late", "accelerate", "accelerate-fsdp2")
 """In the late ones the model is wrapped, or sharded, when it is monitored already; in one ranks meet in the model."""
 
-Said = tuple[dict[str, Any], dict[str, Any], RunRecord]
+Said = tuple[Any, Any, RunRecord | None]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def of(kind: str) -> Said:
+        if kind == "refused":
+            return ranks[0][kind], ranks[1][kind], None
         (run,) = (folder / kind).iterdir()  # mlflow#11782: one run for all ranks
         return ranks[0][kind], ranks[1][kind], read_run(run)
 
     return of
+
+
+def test_a_run_that_cannot_begin_is_refused_on_every_rank(trained: Any) -> None:
+    one, two, _ = trained("refused")
+    said = "StoreError: Monitor: cannot write x (No space left); choose another folder: Monitor(runs=<folder>)"
+    assert one == [said, said, "ZeroDivisionError: on purpose"]
+    assert two == [said, said, "StoreError: Monitor: rank 0 failed: ZeroDivisionError: on purpose"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
