@@ -307,7 +307,7 @@ class Monitor:
     def close(self) -> None:
         """Ends the records and takes every hook off the model; a second call does nothing."""
         if not self.closed:
-            well = self.applied > 0 or not self.steps
+            well = self.applied > 0 or self.journal.first_bad is None  # a loss scale that still fell is no bad value
             self._end("finished" if well else "nan", 0 if well else NonFiniteStop.exit_code)
 
     def __enter__(self) -> Self:

@@ -54,10 +54,11 @@ Wanted = dict[tuple[str, int], Callable[[Spans], "pictures.Picture | None"]]
 
 
 def bad_events(record: RunRecord) -> list[dict[str, Any]]:
-    """Returns the events about values that were not finite; for a run that stopped on one there is at least one."""
+    """Returns the events of steps that were not finite; for a run that stopped on one there is at least one."""
     found = [event for event in record.events if is_bad(event)]
-    if not found and record.end is not None and record.end.get("outcome") == "nan":
-        summary = record.summary
+    summary = record.summary
+    known = summary.get("bad_step", 0) >= 0  # -1: no step was bad
+    if not found and record.end is not None and record.end.get("outcome") == "nan" and known:
         layer = {"layer": summary["bad_layer"]} if "bad_layer" in summary else {}
         found = [{"kind": "event", "event": "nan", "t": record.end["t"], "step": summary.get("bad_step", 0), **layer}]
     return found

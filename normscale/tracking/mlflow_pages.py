@@ -152,7 +152,8 @@ def _first_line(record: RunRecord, word: str) -> str:
         where += f" ({rows[layer]})" if layer is not None and layer < len(rows) else ""
         found = [item for item in nonfinite_points(record) if item[0] == step] or nonfinite_points(record)[:1]
         kinds = "/".join(dict.fromkeys(item[2] for item in found)) or "Non-finite"
-        return f"**{kinds} at step {number(step)}**{where}{applied}."
+        when = f" at step {number(step)}" if step >= 0 else ", at no step that is known"
+        return f"**{kinds}{when}**{where}{applied}."
     more = "" if bad is None else f" Step {number(bad.get('step'))} was not finite: {sentence(bad, rows)}."
     loss = f"training loss {number(record.last_finite('loss_train'))}"
     if record.end is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import normscale
 from normscale.cli import main
 from normscale.errors import BadInput, NonFiniteStop, StoreError
+from normscale.tracking.mlflow_artifacts import bad_events
 from tests.monitor.made import Poison, adamw, batches, events, loss_fn, marked, net, record, train
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -197,6 +198,19 @@ def test_a_gradient_scaler_is_worked_for_the_loop(tmp_path: Path) -> None:
     assert found.series["loss_scale"].values[:2] == [2.0**100, 2.0**99]
     assert events(found, "nonfinite") == []
     assert found.series["nonfinite"].values == [0.0] * 4
+    assert not any(report.applied for report in reports)
+    assert (found.end["outcome"], found.end["exit_code"], found.summary["bad_step"]) == ("finished", 0, -1)
+    assert found.summary["skipped"] == 4
+    assert bad_events(found) == []
+
+
+def test_a_run_of_bad_steps_alone_ends_as_one_that_is_not_finite(tmp_path: Path) -> None:
+    model = net(2)
+    Poison(model, "blocks.1")
+    monitor = normscale.Monitor(model, loss_fn, runs=tmp_path)
+    train(model, monitor, list(map(marked, batches(2))))
+    found = record(monitor)
+    assert (found.end["outcome"], found.end["exit_code"], found.summary["bad_step"]) == ("nan", 3, 1)
 
 
 class Floor(torch.amp.GradScaler):

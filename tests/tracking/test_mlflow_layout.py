@@ -8,6 +8,7 @@ from normscale.tracking import mlflow_layout as layout
 from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import mlflow_view as views
 from normscale.tracking.manifest import read_manifest
+from normscale.tracking.mlflow_artifacts import event_folders
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
 from tests.claims import synthetic
@@ -232,6 +233,17 @@ def test_the_page_of_a_failed_run_names_step_layer_and_kind(runs):
     )
     assert page.count("workflowType=machine_learning") == page.count("#/experiments")
     assert "![](get-artifact?path=events/step-000005-nonfinite/profile.png&run_uuid=R)" in page
+
+
+def test_a_run_that_stopped_at_no_step_that_is_known_names_none(runs):
+    """As earlier versions ended a run whose loss scale was still falling."""
+    with SpoolWriter(runs / "old", 1) as spool:
+        spool.start(run_id="old")
+        spool.end("nan", 3, {"bad_step": -1, "bad_layer": -1, "steps": 4, "applied": 0})
+    record = read_run(runs / "old")
+    assert event_folders(record) == {}
+    first = pages.run_page(record, "nan", "7", "R", {}).split("\n")[0]
+    assert first == "**Non-finite, at no step that is known**, 0 steps applied before it."
 
 
 def test_the_first_line_of_a_run_names_the_culprit_and_its_events_follow(runs):
