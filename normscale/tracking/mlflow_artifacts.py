@@ -96,7 +96,7 @@ def event_folder(event: Mapping[str, Any]) -> str:
 
 
 def upload_run(client: "MlflowClient", run: str, record: RunRecord) -> None:
-    """Writes the files of an ended run; writing them again replaces them."""
+    """Writes the files of a run that is over; writing them again replaces them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "record.txt").write_text(render(record), encoding="utf-8")
@@ -106,12 +106,24 @@ def upload_run(client: "MlflowClient", run: str, record: RunRecord) -> None:
             write_profiles(record, folder / "data" / "profiles.parquet")
         if record.ledger:
             write_ledger(record, folder / "data" / "ledger.parquet")
-        pictured = bad_events(record)[:_MAX_PICTURED_EVENTS]
-        folders = event_folders(record)
-        for place, event in reported(record).items():
-            write_report(record, event, folder / folders[place], event in pictured)
+        _write_reports(record, folder)
         client.log_artifacts(run, str(folder))
     _upload_config(client, run, record)
+
+
+def upload_reports(client: "MlflowClient", run: str, record: RunRecord, places: Sequence[int]) -> None:
+    """Writes the reports of the events at these places of the record of a run that goes on."""
+    with tempfile.TemporaryDirectory() as name:
+        _write_reports(record, Path(name), places)
+        client.log_artifacts(run, name)
+
+
+def _write_reports(record: RunRecord, folder: Path, places: Sequence[int] | None = None) -> None:
+    """Writes the reports of the events at these places, or of all that have one."""
+    pictured, folders = bad_events(record)[:_MAX_PICTURED_EVENTS], event_folders(record)
+    for place, event in reported(record).items():
+        if places is None or place in places:
+            write_report(record, event, folder / folders[place], event in pictured)
 
 
 def write_report(record: RunRecord, event: Mapping[str, Any], place: Path, pictured: bool = True) -> None:
@@ -147,28 +159,29 @@ def spans(records: Sequence[RunRecord]) -> Spans:
     }
 
 
-def wanted_pictures(record: RunRecord) -> Wanted:
-    """Returns the stepped images that a run should have by now.
+def wanted_pictures(record: RunRecord, alive: bool = False) -> Wanted:
+    """Returns the stepped images that a run should have by now; one that is `alive` may not be over.
 
-    Once it has ended: a heat map of each main profile and the profile of an event at step 0, where the UI's slider
+    Once it is over: a heat map of each main profile and the profile of an event at step 0, where the UI's slider
     opens, and the gradient over depth every PROFILE_EVERY steps. A long run also has heat maps of what there was at a
     quarter, at half and at three quarters of it, and at its first bad events.
     """
     wanted: Wanted = {}
+    over = record.end is not None or not alive
     for name, key in heats(record).items():
         steps = record.profiles[name].steps
-        if record.end is not None:
+        if over:
             wanted[key, 0] = partial(_heat, record, name, len(steps))
         for step in _on_the_way(record):
             until = sum(each <= step for each in steps)
             if until and steps[-1] >= step:
                 wanted[key, step] = partial(_heat, record, name, until)
     gradient = next((name for name, key in heats(record).items() if key == "3-grad/heat"), None)
-    if record.end is not None and gradient is not None:
+    if over and gradient is not None:
         one = record.profiles[gradient]
         for step, index in profile_steps(one.steps, one.data).items():
             wanted["3-grad/profile", step] = partial(_profile, record, gradient, index)
-    if record.end is not None:
+    if over:
         for event in bad_events(record)[:1]:
             wanted["2-health/event", 0] = partial(event_picture, record, event)
     return wanted

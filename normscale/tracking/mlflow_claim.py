@@ -101,7 +101,7 @@ class _Claim:
         missing = [run for run in chosen if not is_drawn(self.store, self.records[run], key, self.children[run][1])]
         ranges = artifacts.spans([self.records[run] for run in chosen]) if missing else {}
         for run in missing:
-            draw_run(self.store, self.records[run], key, self.children[run][1], ranges)
+            draw_run(self.store, self.records[run], key, self.children[run][1], False, ranges)
 
     def send_front_page(self) -> None:
         """Writes the description and the tags."""
@@ -157,7 +157,7 @@ class _Claim:
         events = [
             [*self.children[run], artifacts.event_folder(bad[0]) + "/report.html"]
             for run, record in self.records.items()
-            if run in self.children and record.end is not None and (bad := artifacts.bad_events(record))
+            if run in self.children and (bad := artifacts.bad_events(record))
         ]
         place = {"id": manifest.id, "profile": manifest.profile, "experiment": self.experiment, "run": self.id}
         place |= {"verdict": pages.verdict_of(manifest)}

@@ -102,7 +102,13 @@ def claim_page(
 
 
 def run_page(
-    record: RunRecord, word: str, experiment: str, run: str, events: Mapping[int, str], view: str = ALONE
+    record: RunRecord,
+    word: str,
+    experiment: str,
+    run: str,
+    events: Mapping[int, str],
+    view: str = ALONE,
+    over: bool = True,
 ) -> str:
     """Returns the front page of one run.
 
@@ -114,8 +120,9 @@ def run_page(
         events: {index of an event in the record: the artifact folder of its report}, once there are reports; -1 stands
             for a stop that left no event.
         view: The prepared view that shows the run among others.
+        over: Whether its files are there, which come when nothing follows any more.
     """
-    lines = [_first_line(record, word), _second_line(record, experiment, run, events, view), ""]
+    lines = [_first_line(record, word), _second_line(record, experiment, run, events, view, over), ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {key} | {_c(value)} |" for key, value in _run_facts(record).items() if value not in ("", "-", None)]
     if record.events:
@@ -165,11 +172,11 @@ def _first_line(record: RunRecord, word: str) -> str:
     return f"**{word}** - {gap}, held-out loss {held_out}) after {number(steps)} steps.{more}"
 
 
-def _second_line(record: RunRecord, experiment: str, run: str, events: Mapping[int, str], view: str) -> str:
+def _second_line(record: RunRecord, experiment: str, run: str, events: Mapping[int, str], view: str, over: bool) -> str:
     """Returns links: the first bad event's report, the record as text, the depth profiles, charts of runs like this."""
     bad = _first_bad(record)
-    links = [f"[record]({run_path(experiment, run, 'record.txt')})"]
-    if record.profiles and record.end is not None and view == ALONE:  # of a claim's runs few carry pictures
+    links = [f"[record]({run_path(experiment, run, 'record.txt')})"] if over else []
+    if record.profiles and over and view == ALONE:  # of a claim's runs few carry pictures
         links.append(f"[profiles over depth]({run_path(experiment, run, 'figures/depth.png')})")
     links.append(f"[charts of all runs here]({charts_path(experiment, view)})")
     if bad in events:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,11 @@ LAYOUT = 6  # raise when the layout changes: every run is then looked at again
 def replay_run(
     store: Store, record: RunRecord, experiment: str, name: str, tags: Mapping[str, str], depth: int | None, alive: bool
 ) -> str:
-    """Replays one run under one claim or none; returns the id of its MLflow run."""
+    """Replays one run under one claim or none; returns the id of its MLflow run.
+
+    Its files are those of one that is over, by an end of its own or since nobody writes it any more. Of a run that goes
+    on there are the reports of its bad events.
+    """
     what, claim = f"run {record.run_id}", tags.get("normscale.key", "")
     store.report.runs += 1
     spool = read_at(record)
@@ -56,17 +61,24 @@ def replay_run(
         points = _unsent(store, run, record, points, known)
     well &= store.send_points(what, run_id, points)
     well &= _send_data(store, run, record)
-    folders = artifacts.event_folders(record) if record.end is not None else {}
-    page = pages.run_page(record, tags["outcome"], experiment, run_id, folders, claim or ALONE)
+    over = is_over(record, alive)
+    folders = artifacts.event_folders(record)
+    if not over:
+        folders = {place: folder for place, folder in folders.items() if is_bad(record.events[place])}
+    page = pages.run_page(record, tags["outcome"], experiment, run_id, folders, claim or ALONE, over)
     well &= store.send_texts(what, run, {**tags, "mlflow.note.content": page, "mlflow.runName": name}, {})
     files = stamp(LAYOUT, spool)
-    if record.end is not None and known.get("files") != files:
+    if over and known.get("files") != files:
         well &= store.attempt(f"{what}, files", lambda: artifacts.upload_run(store.client, run_id, record))
+    reports = set(known.get("reports", ()))
+    if not over and not reports.issuperset(folders.values()):
+        new = [place for place, folder in folders.items() if folder not in reports]
+        upload = partial(artifacts.upload_reports, store.client, run_id, record, new)
+        well &= store.attempt(f"{what}, reports of events", upload)
     well &= store.set_status(f"{what}, status", run, layout.status(record, alive), last_time(record))
     if well:
         remembered[claim] = known | {"run": run_id, "mark": mark, "last": last}
-        if record.end is not None:
-            remembered[claim]["files"] = files
+        remembered[claim] |= {"files": files} if over else {"reports": sorted(reports.union(folders.values()))}
         bad = next((folder for place, folder in folders.items() if place < 0 or is_bad(record.events[place])), None)
         remembered[claim] |= {"experiment": experiment, "event": f"{bad}/report.html" if bad else None}
     else:
@@ -108,35 +120,47 @@ def run_tags(
     return {key: value for key, value in tags.items() if value}
 
 
-def draw_run(store: Store, record: RunRecord, claim: str, run_id: str, ranges: artifacts.Spans | None = None) -> None:
-    """Writes the missing pictures of a run: all of an ended one, those that are due of one that goes on.
+def is_over(record: RunRecord, alive: bool) -> bool:
+    """Returns whether nothing follows in a run's records, as far as is known: a killed run has no end of its own."""
+    return record.end is not None or not alive
+
+
+def draw_run(
+    store: Store, record: RunRecord, claim: str, run_id: str, alive: bool, ranges: artifacts.Spans | None = None
+) -> None:
+    """Writes the missing pictures of a run: all of one that is over, those that are due of one that goes on.
 
     Those of its end are drawn anew when a further attempt has come to another end.
     """
-    if record.end is not None and is_drawn(store, record, claim, run_id):
+    over = is_over(record, alive)
+    if over and is_drawn(store, record, claim, run_id):
         return
     path = record.run_dir / sink_state.RUN_FILE
     known = sink_state.load(path, store.uri).get(claim, {})
     drawn = set(known.get("drawn", [])) if known.get("run") == run_id else set()
-    wanted = artifacts.wanted_pictures(record)
+    wanted = artifacts.wanted_pictures(record, alive)
     missing = {place: draw for place, draw in wanted.items() if place[1] == 0 or _place(*place) not in drawn}
-    if not missing and record.end is None:
+    if not missing and not over:
         return
 
     def upload() -> None:
-        when = int(record.end["t"]) if record.end is not None else last_time(record)
         given = ranges if ranges is not None else artifacts.spans([record])
-        store.report.pictures += artifacts.upload_pictures(store.client, run_id, missing, given, when)
-        if record.end is not None:
+        store.report.pictures += artifacts.upload_pictures(store.client, run_id, missing, given, last_time(record))
+        if over:
             artifacts.upload_figure(store.client, run_id, record)
 
     if store.attempt(f"run {record.run_id}, pictures", upload):
         remembered = sink_state.load(path, store.uri)
         if claim in remembered:
             remembered[claim]["drawn"] = sorted(drawn | {_place(*place) for place in wanted})
-            if record.end is not None:
-                remembered[claim]["pictures"] = record.attempt
+            if over:
+                remembered[claim]["pictures"] = _ending(record)
             sink_state.save(path, store.uri, remembered)
+
+
+def _ending(record: RunRecord) -> int | str:
+    """Returns what tells one end of a run from another: the attempt, and of one without an end how far it came."""
+    return record.attempt if record.end is not None else f"{record.attempt}, lost after {last_time(record)}"
 
 
 def _place(key: str, step: int) -> str:
@@ -153,7 +177,7 @@ def is_stored(run_dir: Path, uri: str) -> bool:
 def is_drawn(store: Store, record: RunRecord, claim: str, run_id: str) -> bool:
     """Returns whether the pictures of a run are known to be there."""
     known = sink_state.load(record.run_dir / sink_state.RUN_FILE, store.uri).get(claim, {})
-    return bool(known.get("run") == run_id and known.get("pictures") == record.attempt)
+    return bool(known.get("run") == run_id and known.get("pictures") == _ending(record))
 
 
 def _send_data(store: Store, run: "Run", record: RunRecord) -> bool:

@@ -127,7 +127,7 @@ def _replay_lone(store: Store, run_dir: Path) -> None:
     name = at(record, "config", "name") or record.start.get("name")
     title = record.run_id if name in (None, "run") else f"{name} {record.run_id}"
     there = replay_run(store, record, experiment, title, tags, None, alive)
-    draw_run(store, record, "", there)
+    draw_run(store, record, "", there, alive)
 
 
 def _say(report: SyncReport) -> None:

@@ -1,6 +1,7 @@
 """Replays of a run that go on from one another: what the next one still has to send, and what it must not repeat."""
 
 import json
+import re
 import shutil
 
 from normscale.tracking import mlflow_run
@@ -8,6 +9,7 @@ from normscale.tracking.address import resolve
 from normscale.tracking.mlflow_run import is_stored
 from normscale.tracking.mlflow_sink import sync
 from normscale.tracking.reader import read_run
+from normscale.tracking.sink_process import run_links
 from normscale.tracking.spool import SpoolWriter
 from tests.tracking.made import make_run
 from tests.tracking.stored import client_of, files, folder_of, history
@@ -46,6 +48,51 @@ def test_files_of_an_end_that_came_during_a_sync_are_stored_by_the_next(runs, ne
     assert {"record.txt", "data/metrics.parquet"} <= set(files(only(uri)))
     assert only(uri).info.status == "FINISHED"
     assert is_stored(runs / "r", resolve(uri))
+
+
+def linked(uri, run):
+    """Returns the artifacts that a run's page links to or shows."""
+    page = run.data.tags["mlflow.note.content"]
+    return re.findall(r"/artifacts/([^?]*)\?", page) + re.findall(r"get-artifact\?path=([^&]*)&", page)
+
+
+def test_a_run_that_goes_on_has_the_report_of_its_bad_event_and_a_killed_one_all_files(runs, new_store):
+    uri = new_store()
+    with SpoolWriter(runs / "r", 1) as spool:
+        spool.start(run_id="r", rows=["a", "b"])
+        spool.metrics(1, 1, {"loss_train": 3.0})
+        spool.profile(1, "grad_norm", [1.0, 2.0])
+        assert sync(runs, uri, live=True).ok
+        assert linked(uri, only(uri)) == files(only(uri)) == []
+        spool.event(2, "spike", of="loss", value=9.0)
+        spool.event(2, "nonfinite", layer=1, fault="NaN")
+        assert sync(runs, uri, live=True).ok
+        report = "events/step-000002-nonfinite/report.html"
+        assert linked(uri, only(uri)) == [report, report, "events/step-000002-nonfinite/profile.png"]
+        assert set(linked(uri, only(uri))) < set(files(only(uri)))
+        assert any(line.startswith("event ") and report in line for line in run_links(runs / "r", uri))
+        assert only(uri).info.status == "RUNNING"
+        sent = folder_of(only(uri)) / report
+        first = sent.stat().st_mtime_ns
+        spool.metrics(3, 2, {"loss_train": 2.0})
+        assert sync(runs, uri, live=True).ok
+        assert sent.stat().st_mtime_ns == first, "a report is sent once while the run goes on"
+    assert sync(runs, uri).ok, "nobody writes it any more, and it has no end"
+    there = files(only(uri))
+    assert only(uri).info.status == "KILLED"
+    assert {"record.txt", "data/metrics.parquet", "data/profiles.parquet", "figures/depth.png"} <= set(there)
+    assert {"record.txt", "figures/depth.png", report} < set(linked(uri, only(uri))) <= set(there)
+    assert any(name.startswith("images/3-grad~heat+step+0+") for name in there)
+    assert is_stored(runs / "r", resolve(uri))
+    assert sync(runs, uri).pictures == 0
+    with SpoolWriter(runs / "r", 2) as spool:
+        spool.start(run_id="r", from_step=2, rows=["a", "b"])
+        spool.metrics(3, 2, {"loss_train": 2.0})
+        spool.profile(3, "grad_norm", [3.0, 2.0])
+        spool.end("finished", 0, {"loss_train": 2.0})
+    assert sync(runs, uri).pictures > 0, "the end of the attempt that went on"
+    assert only(uri).info.status == "FINISHED"
+    assert "outcome  finished (attempt 2)" in (folder_of(only(uri)) / "record.txt").read_text()
 
 
 def write_profiles(folder, attempt, begins, until, outcome):
