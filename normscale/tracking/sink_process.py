@@ -94,7 +94,7 @@ def start_sink(runs: Path, uri: str, seconds: float = _SECONDS) -> "subprocess.P
         with (runs / LOG).open("ab") as log:
             return subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # closes with this process, whatever becomes of it
+                stdin=subprocess.PIPE,  # by which it is asked for its last sync
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -114,7 +114,8 @@ def finish_sink(process: "subprocess.Popen[bytes]", timeout: float = 60.0) -> in
     before (its code is then the negative number of the signal) is not waited for.
     """
     if process.stdin is not None:
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it was asked before
+            process.stdin.write(b"\n")  # forked children, as of a DataLoader, hold the pipe open, too
             process.stdin.close()
     try:
         return process.wait(timeout)
@@ -133,7 +134,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def parent_gone() -> Callable[[], bool]:
-    """Returns a function that says whether the process that started this one is gone or has closed its pipe."""
+    """Returns a function that says whether the process that started this one is gone, or has written to its pipe or
+    closed it."""
     parent = os.getppid()
     os.nice(_NICE)
 
@@ -141,7 +143,7 @@ def parent_gone() -> Callable[[], bool]:
         if os.getppid() != parent:
             return True
         ready, _, _ = select.select([0], [], [], 0)
-        return bool(ready) and os.read(0, 1) == b""
+        return bool(ready)  # what was written is left there: whoever asks again has the same answer
 
     return gone
 

@@ -56,6 +56,34 @@ def test_the_sink_follows_at_low_priority_and_finishes_with_a_last_sync(runs, ne
     assert "View run" not in log
 
 
+WAITER = """
+import time
+from normscale.tracking.sink_process import parent_gone
+gone = parent_gone()
+print("ready", flush=True)
+while not gone():
+    time.sleep(0.02)
+assert gone(), "whoever asks again has the same answer"
+"""
+
+
+def test_a_sink_is_asked_to_end_though_another_process_holds_its_pipe():
+    """As the workers of a DataLoader do that were forked while it was open."""
+    process = subprocess.Popen([sys.executable, "-c", WAITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = [sys.executable, "-c", "import time; time.sleep(300)"]
+    worker = subprocess.Popen(holder, pass_fds=[process.stdin.fileno()])
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.2)
+        assert process.poll() is None
+        assert finish_sink(process, 30) == 0
+        assert worker.poll() is None
+    finally:
+        worker.kill()
+        worker.wait()
+        process.stdout.close()
+
+
 def test_the_sink_ends_by_itself_when_its_starter_was_killed(runs, new_store):
     uri = new_store()
     first = make_run(runs, "post", steps=2)
