@@ -230,8 +230,9 @@ def points(record: RunRecord, chars: int = KEY_CHARS, alive: bool = False) -> li
     """Returns every metric value the window shows, in the order in which keys should first appear: by section.
 
     A value that is not finite is left out of its series; the step then carries 1 in 2-health/nonfinite, which is 0
-    at all other recorded steps. That flag, and what another loop adds, may still change at the newest step of a run
-    that is `alive`, and is left out there: a point that was sent stays as it is.
+    at all other recorded steps. (A number of another loop's own may be NaN where there is none, and raises no flag.)
+    That flag, and what another loop adds, may still change at the newest step of a run that is `alive`, and is left
+    out there: a point that was sent stays as it is.
     """
     found: list[Point] = []
     summary = record.summary | {"update_end": update_at_end(record)}
@@ -286,7 +287,8 @@ def _flags(record: RunRecord) -> list[Point]:
     for name, series in record.series.items():
         for step, t, value in zip(series.steps, series.t, series.values, strict=True):
             times[step] = max(t, times.get(step, 0))
-            if not math.isfinite(value) or (name == "nonfinite" and value != 0):
+            spoilt = not math.isfinite(value) and not name.startswith(USER)
+            if spoilt or (name == "nonfinite" and value != 0):
                 bad.add(step)
     return [Point(NON_FINITE, float(step in bad), t, step) for step, t in sorted(times.items())]
 

@@ -14,6 +14,7 @@ from normscale.tracking.manifest import Manifest
 from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, is_foreign, model_class, update_at_end, without_keys
 from normscale.tracking.mlflow_view import ALONE, APART
 from normscale.tracking.reader import RunRecord, at
+from normscale.tracking.record import USER
 from normscale.tracking.text import named, nonfinite_points, number
 
 PENDING = "pending"  # the word for a verdict that is not there yet
@@ -157,7 +158,8 @@ def _first_line(record: RunRecord, word: str) -> str:
         step, layer = summary.get("bad_step", -1), _index(summary.get("bad_layer"))
         where = f" in sublayer {layer + 1} of {len(rows)}" if layer is not None else ""
         where += f" ({rows[layer]})" if layer is not None and layer < len(rows) else ""
-        found = [item for item in nonfinite_points(record) if item[0] == step] or nonfinite_points(record)[:1]
+        points = [item for item in nonfinite_points(record) if not item[1].startswith(USER)]
+        found = [item for item in points if item[0] == step] or points[:1]
         kinds = "/".join(dict.fromkeys(item[2] for item in found)) or "Non-finite"
         when = f" at step {number(step)}" if step >= 0 else ", at no step that is known"
         return f"**{kinds}{when}**{where}{applied}."

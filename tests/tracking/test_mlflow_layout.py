@@ -109,6 +109,18 @@ def test_a_flag_of_the_loop_counts_without_any_odd_value(runs, tmp_path):
     assert flags == [0.0, 0.0, 1.0, 0.0, 0.0]
 
 
+def test_a_loops_own_number_that_is_not_finite_raises_no_flag(runs):
+    record = read_run(runs / make_foreign(runs, steps=3, bad_at=2, **{"val/loss": math.nan}))
+    points = layout.points(record)
+    assert [point.value for point in points if point.key == "2-health/nonfinite"] == [0.0, 1.0, 0.0]
+    assert "user/val/loss" not in {point.key for point in points}
+    record.end["outcome"] = "nan"
+    record.end["summary"]["bad_step"] = 1
+    record.events.clear()
+    del record.series["loss_train"]
+    assert pages.run_page(record, "nan", "7", "R", {}).startswith("**Non-finite at step 1**")
+
+
 def test_outcomes_and_status(runs):
     trained = read_run(runs / make_run(runs, "pre"))
     plateau = read_run(runs / make_run(runs, "post", trains=False, steps=300))
