@@ -178,11 +178,14 @@ def _foreign_params(record: RunRecord) -> dict[str, str]:
 
 
 def settings_of(record: RunRecord) -> dict[str, str | int | float]:
-    """Returns the settings of a run of another loop: first what it says of itself, by its own names."""
+    """Returns the settings of a run of another loop: first what it says of itself, by its own names; lists as text."""
     config = {key: item for key, item in (record.start.get("config") or {}).items() if key not in ("loop", "name")}
     loop = at(record, "config", "loop")
     found = (flat(loop) if isinstance(loop, Mapping) else {}) | flat(config)
-    return {key: value for key, value in found.items() if isinstance(value, str | int | float)}
+    told = {
+        key: f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value for key, value in found.items()
+    }
+    return {key: value for key, value in told.items() if isinstance(value, str | int | float)}
 
 
 def flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -7,9 +7,11 @@ from normscale.claims.state import state_of
 from normscale.tracking import mlflow_layout as layout
 from normscale.tracking import mlflow_pages as pages
 from normscale.tracking import mlflow_view as views
+from normscale.tracking.draw import Look
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.mlflow_artifacts import event_folders
 from normscale.tracking.reader import read_run
+from normscale.tracking.show import show
 from normscale.tracking.spool import SpoolWriter
 from tests.claims import synthetic
 from tests.tracking.made import VERDICT, cell, make_foreign, make_manifest, make_run
@@ -288,6 +290,12 @@ def test_a_run_of_another_loop_has_an_outcome_parameters_and_a_page(runs):
     assert list(found)[:5] == ["model", "layers", "params", "lr", "data"]
     assert (found["model"], found["layers"], found["lr"]) == ("GPT2LMHeadModel", "6", "0.0003")
     assert found["monitor.every"] == "1"
+    record.start["config"]["loop"] |= {"betas": [0.9, 0.95], "adam": {"names": ["a", "b"], "none": None, "no": []}}
+    found = layout.params(record, None)
+    assert (found["betas"], found["adam.names"], found["adam.no"]) == ("[0.9, 0.95]", "[a, b]", "[]")
+    assert "adam.none" not in found
+    shown = " ".join(" ".join(show(record, False, Look(200, False, False))).split())
+    assert "lr=0.0003, data=mine, betas=[0.9, 0.95], adam.names=[a, b]" in shown
     page = pages.run_page(record, "finished", "7", "R", {})
     assert page.startswith("**finished** - training loss 4.2 after 8 steps.\n")
     skipped = read_run(runs / make_foreign(runs, "skipped", bad_at=4))
