@@ -268,7 +268,7 @@ def _older(event: Mapping[str, Any], rows: Sequence[str]) -> str:
     said = {"": "loss or gradient not finite", "loss": "the loss was not finite"}.get(fault, fault)
     row = row_of(event, rows)
     if row is not None and row < len(rows):
-        said += f" in {rows[row]} (sublayer {row + 1} of {len(rows)})"
+        said += f" in {rows[row]} ({row + 1} of {len(rows)} over depth)"
     if parameter := event.get("parameter"):
         said += f", first in the gradient of {parameter}"
     return said

@@ -156,8 +156,9 @@ def _first_line(record: RunRecord, word: str) -> str:
             kind, _, where = sentence(bad, rows).partition(" ")
             return f"**{kind} at step {number(bad.get('step'))}** {where}{applied}."
         step, layer = summary.get("bad_step", -1), _index(summary.get("bad_layer"))
-        where = f" in sublayer {layer + 1} of {len(rows)}" if layer is not None else ""
-        where += f" ({rows[layer]})" if layer is not None and layer < len(rows) else ""
+        where = ""
+        if layer is not None and layer < len(rows):
+            where = f" in {rows[layer]} ({layer + 1} of {len(rows)} over depth)"
         points = [item for item in nonfinite_points(record) if not item[1].startswith(USER)]
         found = [item for item in points if item[0] == step] or points[:1]
         kinds = "/".join(dict.fromkeys(item[2] for item in found)) or "Non-finite"

@@ -16,7 +16,7 @@ from normscale.tracking.reader import RunRecord, at
 from normscale.tracking.record import PROBE_S, TRAINED_NATS, USER, too_few
 from normscale.tracking.show_depth import depth
 from normscale.tracking.spool import strict
-from normscale.tracking.text import named, number
+from normscale.tracking.text import named, number, unit_of
 
 LABEL = 10  # columns of the labels at the left
 PLOT_LINES = 9
@@ -33,6 +33,7 @@ WORDS = {
     "running": ("running", "open"),
 }
 TOPOLOGY = {(True, True): "encoder-decoder", (True, False): "encoder-only", (False, True): "decoder-only"}
+NEWEST = {"lr": "lr", "grad_norm": "gradient norm", "logz_mean": "log Z"}  # numbers of a step, and how they are said
 RUN_UP = 5  # steps before a bad value that are shown
 WIDEST = 24  # characters of a cell of their table
 HANDED_ON = 6  # modules
@@ -205,7 +206,7 @@ def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
         f"{number(value(record, 'applied'))} applied, {number(value(record, 'skipped'))} skipped; "
         f"spike score {number(value(record, 'spike'))}"
     )
-    found = [("loss", losses), ("steps", steps)]
+    found = [("loss", losses), *_newest(record), ("steps", steps)]
     if reasons := Counter(str(row["reason"]) for row in record.ledger if row.get("reason")):
         found.append(("", "not applied: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items())))
     if bad := _bad(record):
@@ -240,6 +241,17 @@ def _numbers(record: RunRecord, alive: bool) -> list[tuple[str, str]]:
     return [(label, plain(text, 400)) for label, text in found]
 
 
+def _newest(record: RunRecord) -> list[tuple[str, str]]:
+    """Returns the newest numbers of the training step, then those that another loop has added, as (label, text)."""
+    numbers = {said: record.last_finite(name) for name, said in NEWEST.items()}
+    step = ", ".join(f"{said} {number(found)}" for said, found in numbers.items() if found is not None)
+    own = {name: series.values[-1] for name, series in record.series.items() if name.startswith(USER)}
+    if at(record, "config", "measure"):  # which has no step, and whose numbers are told above
+        own = {}
+    theirs = named([f"{plain(name.removeprefix(USER), 40)} {number(last)}" for name, last in own.items()], MAX_NAMED)
+    return [(label, text) for label, text in (("newest", step), ("its own", theirs)) if text]
+
+
 def _bad(record: RunRecord) -> str:
     """Returns where it first was not finite, empty where it never was."""
     event = next((event for event in record.events if event.get("event") == "nonfinite"), {})
@@ -250,10 +262,10 @@ def _bad(record: RunRecord) -> str:
     if not _is_number(step) or step < 0:
         return ""
     rows = record.start.get("rows") or []
-    where = "in an unknown sublayer"
+    where = "at an unknown place"
     if _is_number(layer) and layer >= 0:
-        named = f" {rows[int(layer)]}" if int(layer) < len(rows) else ""
-        where = f"in{named} (sublayer {int(layer) + 1} of {len(rows) or '?'})"
+        name = f"in {rows[int(layer)]}" if int(layer) < len(rows) else ""
+        where = f"{name} ({int(layer) + 1} of {len(rows) or '?'} over depth)".lstrip()
     parameter = record.summary.get("bad_parameter") or event.get("parameter")
     fault = f", {event['fault']}" if event.get("fault") else ""
     return f"first at step {number(step)} {where}{fault}" + (f", parameter {parameter}" if parameter else "")
@@ -310,7 +322,9 @@ def _loss(record: RunRecord, look: Look) -> list[str]:
     plot.marks(held_out, mark)
     bad = [(x, high) for x, y in train if not math.isfinite(y)]
     plot.marks(bad, look.bad)
-    title = "loss in nats: the line is the training loss" + (f", {mark} the held-out loss" if held_out else "")
+    unit = unit_of(record, "loss_train")
+    title = f"loss in {unit}" if unit else "loss"
+    title += ": the line is the training loss" + (f", {mark} the held-out loss" if held_out else "")
     title += f", {look.bad} not finite" if bad else ""
     return [look.fit(title), *(look.fit(line) for line in plot.lines())]
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from normscale.config.sources import plain
+from normscale.tracking.mlflow_layout import is_foreign
 from normscale.tracking.reader import RunRecord
 from normscale.tracking.record import QUANTITIES
 
@@ -21,6 +22,13 @@ def number(value: Any, digits: int = 4) -> str:
     if value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return f"{value:.{digits}g}"
+
+
+def unit_of(record: RunRecord, name: str) -> str:
+    """Returns the unit of a scalar, "" where that is not known: a loss of another loop need be no cross-entropy."""
+    if name not in QUANTITIES or (name == "loss_train" and is_foreign(record)):
+        return ""
+    return QUANTITIES[name].unit
 
 
 def named(names: Sequence[str], most: int) -> str:
@@ -50,9 +58,8 @@ def render(record: RunRecord) -> str:
     lines.append(f"{'quantity':<18} {'steps':>6} {'last step':>9} {'last value':>12}  unit")
     for key, series in record.series.items():
         if series.steps:
-            unit = QUANTITIES[key].unit if key in QUANTITIES else ""
             last = number(series.values[-1])
-            lines.append(f"{key:<18} {len(series.steps):>6} {series.steps[-1]:>9} {last:>12}  {unit}")
+            lines.append(f"{key:<18} {len(series.steps):>6} {series.steps[-1]:>9} {last:>12}  {unit_of(record, key)}")
     bad = nonfinite_points(record)
     lines += ["", f"not finite: {len(bad)} values" if bad else "not finite: none"]
     lines += [f"  step {step}: {key} = {value}" for step, key, value in bad[:100]]

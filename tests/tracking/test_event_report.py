@@ -89,7 +89,7 @@ def test_a_module_whose_own_code_is_to_blame_is_told_from_its_tensors() -> None:
             "a loss was not finite (3 such losses, first at step 42)",
         ),
         ({"event": "of a later version", "x": 1}, "of a later version x=1"),
-        ({"event": "nonfinite", "layer": 1, "fault": "+Inf"}, "+Inf in b (sublayer 2 of 2)"),
+        ({"event": "nonfinite", "layer": 1, "fault": "+Inf"}, "+Inf in b (2 of 2 over depth)"),
         ({"event": "nonfinite", "layer": -1, "fault": "loss"}, "the loss was not finite"),
         ({"event": "nan"}, "loss or gradient not finite"),
     ],
@@ -157,7 +157,7 @@ def test_parameters_are_listed_with_how_many_there_are(tmp_path: Path) -> None:
 def test_an_event_of_an_earlier_version_still_has_a_report(tmp_path: Path) -> None:
     record = read_run(tmp_path / make_run(tmp_path, "post", 12, nan_at=5))
     report = report_of(record, record.events[0])
-    assert report.says == "Step 5: NaN in decoder.0004.self (sublayer 9 of 24)"
+    assert report.says == "Step 5: NaN in decoder.0004.self (9 of 24 over depth)"
     assert dict(report.facts)["module"] == "decoder.0004.self"  # a field that nobody knows now is shown as it is
     text = markdown(report, record.run_id)
     assert "| grad_norm | +Inf |" in text

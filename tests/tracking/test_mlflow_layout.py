@@ -241,7 +241,7 @@ def test_the_page_of_a_failed_run_names_step_layer_and_kind(runs):
     record = read_run(runs / make_run(runs, "post", 12, nan_at=5))
     page = pages.run_page(record, "nan", "7", "R", {0: "events/step-000005-nonfinite"})
     first, second, *_ = page.split("\n")
-    assert first.startswith("**+Inf/NaN at step 5** in sublayer 9 of 24 (decoder.0004.self), 5 steps applied")
+    assert first.startswith("**+Inf/NaN at step 5** in decoder.0004.self (9 of 24 over depth), 5 steps applied")
     assert second.startswith(
         "[report of step 5](#/experiments/7/runs/R/artifacts/events/step-000005-nonfinite/report.html?"
     )

@@ -10,9 +10,11 @@ import pytest
 
 from normscale.cli import main
 from normscale.tracking.draw import Look
+from normscale.tracking.event_report import sentence
 from normscale.tracking.reader import read_run
 from normscale.tracking.show import amount, as_json, show
 from normscale.tracking.spool import SPOOL, SpoolWriter
+from normscale.tracking.text import render
 from tests.tracking.made import make_foreign, make_run
 
 
@@ -46,6 +48,28 @@ def test_a_finished_run_on_one_screen(tmp_path: Path) -> None:
     assert "events" not in text
 
 
+def test_of_another_loop_its_own_numbers_are_shown_and_no_unit_of_its_loss(tmp_path: Path) -> None:
+    """Its loss may be a mean square, and its rows are blocks."""
+    run = make_foreign(tmp_path, "mine", bad_at=4, **{"val/acc@1": 0.5, "ünïcode\n": 3.0})
+    with SpoolWriter(tmp_path / run, 1) as spool:
+        spool.metrics(9, 9, {"lr": 3e-4, "grad_norm": 0.25, "logz_mean": 9.5, "user/val/acc@1": float("nan")})
+    text = shown(tmp_path, run)
+    assert "loss: the line is the training loss" in text
+    assert "newest     lr 0.0003, gradient norm 0.25, log Z 9.5" in text
+    assert "its own    val/acc@1 NaN, ünïcode\\n 3" in text
+    record = read_run(tmp_path / run)
+    (told,) = [line for line in render(record).splitlines() if line.startswith("loss_train ") and "8" in line]
+    for event in record.events:
+        event.pop("culprit")
+    text = "\n".join([text, told, *show(record, False, Look()), sentence(record.events[0], record.start["rows"])])
+    assert "in h.3 (4 of 6 over depth)" in text
+    assert "nats" not in text
+    assert "sublayer" not in text
+    ours = read_run(tmp_path / make_run(tmp_path, steps=4, every=1))
+    assert "loss in nats: the line is the training loss" in "\n".join(show(ours, False, Look()))
+    assert any(line.startswith("loss_train ") and line.endswith("nats") for line in render(ours).splitlines())
+
+
 def test_the_cost_of_a_run_is_shown_with_where_its_peak_is_from(tmp_path: Path) -> None:
     run = make_run(tmp_path, end=False)
     with SpoolWriter(tmp_path / run, 1) as spool:
@@ -70,7 +94,7 @@ def test_what_probes_took_for_passes_of_their_own_is_shown(tmp_path: Path) -> No
 def test_a_run_that_stopped_says_where_by_the_name_of_its_site(tmp_path: Path) -> None:
     text = shown(tmp_path, make_run(tmp_path, "post", 12, nan_at=17))
     assert text.splitlines()[0].endswith("stopped: not finite (exit code 3)")
-    assert "first at step 17 in decoder.0004.self (sublayer 9 of 24)" in text
+    assert "first at step 17 in decoder.0004.self (9 of 24 over depth)" in text
     assert "step 17  nonfinite" in text
     assert "× not finite" in text
     assert "held-out NaN, training" in text
