@@ -19,7 +19,7 @@ from normscale.tracking import event_page, pictures
 from normscale.tracking.depth_figure import depth_figure
 from normscale.tracking.event_report import is_bad, report_of, row_of
 from normscale.tracking.manifest import Manifest
-from normscale.tracking.parquet import write_ledger, write_metrics, write_profiles
+from normscale.tracking.parquet import write_events, write_ledger, write_metrics, write_profiles, write_summary
 from normscale.tracking.reader import Profile, RunRecord, at, row_names
 from normscale.tracking.spool import strict
 from normscale.tracking.text import render
@@ -106,6 +106,10 @@ def upload_run(client: "MlflowClient", run: str, record: RunRecord) -> None:
             write_profiles(record, folder / "data" / "profiles.parquet")
         if record.ledger:
             write_ledger(record, folder / "data" / "ledger.parquet")
+        if record.events:
+            write_events(record, folder / "data" / "events.parquet")
+        if record.end is not None:
+            write_summary(record, folder / "data" / "summary.parquet")
         _write_reports(record, folder)
         client.log_artifacts(run, str(folder))
     _upload_config(client, run, record)

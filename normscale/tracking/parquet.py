@@ -21,21 +21,37 @@
 - `step`, `applied`, and `reason` where it was not applied
 - what else was noted of it, float64: learning rate, norms, loss scale
 
+`events.parquet`, what happened once, where anything did:
+
+- `step`, `time`, and `event`, its name, as in tracking/event_report.py
+- `attempt`  the start of the run that tells it, from 1
+- `says`     the event in a sentence
+- `fields`   all else that was noted of it, as JSON (NaN as "NaN"): the culprit of a bad value, what led there
+
+`summary.parquet`, the numbers of the end, of a run that came to one:
+
+- `name`     the quantity, and `outcome`, `exit_code`, `attempt`
+- `value`    float64, null where it is a text, which `text` holds
+
 With pandas: `pandas.read_parquet("profiles.parquet").query("profile == 'grad_norm'").pivot(index="row", columns="step",
 values="value")`.
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from normscale.tracking.event_report import sentence
 from normscale.tracking.reader import RunRecord, row_names
+from normscale.tracking.spool import strict
 
 if TYPE_CHECKING:
     import pyarrow
 
 GROUP = 1_000_000  # rows that are made at once
+EVENT_COLUMNS = ("kind", "step", "t", "event", "attempt")  # fields of an event that are columns, or the same in all
 
 
 def write_metrics(record: RunRecord, path: Path) -> None:
@@ -90,6 +106,39 @@ def write_ledger(record: RunRecord, path: Path) -> None:
     own = {"step": pa.int64(), "applied": pa.bool_(), "reason": pa.string()}
     names = dict.fromkeys([*own, *(name for row in record.ledger for name in row)])
     columns = {name: pa.array([row.get(name) for row in record.ledger], own.get(name, pa.float64())) for name in names}
+    parquet.write_table(pa.table(columns), path, compression="zstd")
+
+
+def write_events(record: RunRecord, path: Path) -> None:
+    """Writes the events of a run."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    events, rows = record.events, record.start.get("rows") or []
+    rest = [{key: item for key, item in event.items() if key not in EVENT_COLUMNS} for event in events]
+    columns = {
+        "step": pa.array([event["step"] for event in events], pa.int64()),
+        "time": pa.array([event["t"] for event in events], pa.timestamp("ms", tz="UTC")),
+        "event": pa.array([event["event"] for event in events], pa.string()),
+        "attempt": pa.array([event["attempt"] for event in events], pa.int64()),
+        "says": pa.array([sentence(event, rows) for event in events], pa.string()),
+        "fields": pa.array([json.dumps(strict(fields)) for fields in rest], pa.string()),
+    }
+    parquet.write_table(pa.table(columns), path, compression="zstd")
+
+
+def write_summary(record: RunRecord, path: Path) -> None:
+    """Writes the numbers of a run's end."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    end = record.end or {}
+    found = {key: end[key] for key in ("outcome", "exit_code", "attempt") if key in end} | record.summary
+    columns = {
+        "name": pa.array(list(found), pa.string()),
+        "value": pa.array([None if isinstance(x, str) else float(x) for x in found.values()], pa.float64()),
+        "text": pa.array([x if isinstance(x, str) else None for x in found.values()], pa.string()),
+    }
     parquet.write_table(pa.table(columns), path, compression="zstd")
 
 

@@ -23,7 +23,7 @@ from normscale.tracking.mlflow_sink import follow, links, main, sync
 from normscale.tracking.mlflow_view import TAG, unpack
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
-from tests.tracking.made import VERDICT, cell, make_foreign, make_manifest, make_run
+from tests.tracking.made import RUN_UP, VERDICT, cell, make_foreign, make_manifest, make_run
 from tests.tracking.stored import client_of, everything, files, folder_of, history
 
 
@@ -462,6 +462,17 @@ def test_everything_is_in_the_parquet_files(runs, new_store):
     assert list(ledger.applied) == [True, False]
     assert list(ledger.reason.fillna("")) == ["", "overflow"]
     assert "ledger" not in tables[name]
+    assert "events" not in tables["ours"]
+    (event,) = tables[name]["events"].to_dict("records")
+    assert (event["step"], event["event"], event["attempt"]) == (4, "nonfinite", 1)
+    assert event["says"].startswith("NaN in the gradient of output of h.3.mlp.act (GELU)")
+    assert event["time"].timestamp() * 1000 == read_run(runs / name).events[0]["t"]
+    fields = json.loads(event["fields"])
+    assert (fields["culprit"]["module"], fields["loss"], fields["run_up"]) == ("h.3.mlp.act", "NaN", RUN_UP)
+    summary = tables[name]["summary"].set_index("name")
+    assert summary.text["outcome"] == "finished"
+    assert summary.value[["exit_code", "attempt", "steps", "bad_step"]].tolist() == [0, 1, 8, 4]
+    assert math.isnan(summary.value["outcome"])
 
 
 def long_run(folder, steps, until, bad_at=None, end=False, attempt=1, begins=0):
