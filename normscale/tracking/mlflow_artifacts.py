@@ -168,7 +168,8 @@ def wanted_pictures(record: RunRecord, alive: bool = False) -> Wanted:
 
     Once it is over: a heat map of each main profile and the profile of an event at step 0, where the UI's slider
     opens, and the gradient over depth every PROFILE_EVERY steps. A long run also has heat maps of what there was at a
-    quarter, at half and at three quarters of it, and at its first bad events.
+    quarter, at half and at three quarters of it (where nobody knows how long it will be, as in another loop, after
+    1000, 2000, 4000, ... steps), and at its first bad events.
     """
     wanted: Wanted = {}
     over = record.end is not None or not alive
@@ -198,9 +199,11 @@ def _on_the_way(record: RunRecord) -> list[int]:
     steps = asked if isinstance(asked, int) else reached
     if steps < LONG:
         return []
-    quarters = [steps * percent // 100 for percent in QUARTERS] if isinstance(asked, int) else []
+    due = [steps * percent // 100 for percent in QUARTERS]
+    if not isinstance(asked, int):
+        due = [LONG // 2 * 2**times for times in range((reached * 2 // LONG).bit_length())]
     events = [int(event.get("step", 0)) for event in bad_events(record)[:_MAX_PICTURED_EVENTS]]
-    return sorted({step for step in [*quarters, *events] if 0 < step <= reached})
+    return sorted({step for step in [*due, *events] if 0 < step <= reached})
 
 
 def upload_pictures(

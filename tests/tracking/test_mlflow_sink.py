@@ -476,8 +476,11 @@ def test_everything_is_in_the_parquet_files(runs, new_store):
 
 
 def long_run(folder, steps, until, bad_at=None, end=False, attempt=1, begins=0):
-    """Writes an attempt at a run of `steps` that has come to step `until`, a record every 100 steps."""
-    config = {"model": {"M": 1}, "train": {"steps": steps}}
+    """Writes an attempt at a run of `steps` that has come to step `until`, a record every 100 steps.
+
+    Of another loop (None) nobody knows how many it will be.
+    """
+    config = {"model": {"M": 1}, "train": {"steps": steps}} if steps else {"monitor": {"every": 100}}
     with SpoolWriter(folder, attempt) as spool:
         spool.start(run_id=folder.name, from_step=begins, config=config, rows=["a", "b"])
         for step in range(begins, until + 1, 100):
@@ -497,6 +500,10 @@ def long_run(folder, steps, until, bad_at=None, end=False, attempt=1, begins=0):
         (2000, 1500, 700, False, [500, 700, 1000, 1500]),
         (2000, 2000, 700, True, [0, 500, 700, 1000, 1500]),
         (8000, 100, None, False, []),
+        (None, 1900, None, True, [0]),
+        (None, 1900, None, False, []),
+        (None, 2000, None, False, [1000, 2000]),
+        (None, 9000, 5500, True, [0, 1000, 2000, 4000, 5500, 8000]),
     ],
 )
 def test_a_long_run_has_heat_maps_on_its_way(steps, until, bad_at, end, heats, runs):
