@@ -50,9 +50,10 @@ def residual_norm(
     z = torch.addcmul(drop(x.to(work), dropout, seed), residual.to(work), alpha.to(work))
     if statistics is not None:
         z = statistics.watch(z)
+        statistics.write(z, None)  # each as soon as it is made: it is in the cache then
     y = normalise(z, gamma, bias, spec).to(dtype)
     if statistics is not None:
-        statistics.write(z, y)
+        statistics.write(None, y)
     return y
 
 

@@ -75,14 +75,15 @@ def keep(samples: Tensor, row: Tensor, x_BTD: Tensor, at: Places) -> None:
 
     Shape: samples [R, SAMPLES, D] fp32; row [1] int64. Where there are fewer places the rest of the row is zeros.
     """
+    taken = take(x_BTD.detach(), at).to(samples.dtype)
+    n = taken.shape[0] * taken.shape[1]
+    if on_host(samples):
+        place = samples.numpy()[int(row)]  # a few operations less; they add up over 1000 blocks
+        place[:n].reshape(taken.shape)[...] = taken.numpy()
+        place[n:] = 0.0
+        return
     with torch.no_grad():
-        taken = take(x_BTD.detach(), at).flatten(0, 1).to(samples.dtype)
-        n = taken.shape[0]
-        if on_host(samples):
-            place = samples.numpy()[int(row)]  # a few operations less; they add up over 1000 blocks
-            place[:n], place[n:] = taken.numpy(), 0.0
-            return
-        samples[:, :n].index_copy_(0, row, taken.unsqueeze(0))
+        samples[:, :n].index_copy_(0, row, taken.flatten(0, 1).unsqueeze(0))
         if n < SAMPLES:
             samples[:, n:].index_fill_(0, row, 0.0)
 
@@ -118,16 +119,15 @@ def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None 
 
     Shape: q [B, H, T, K]; k [B, H, S, K]; keep broadcasts to [B, H, T, S]; result [2] fp32.
     """
+    q_nHmK, k_nHSK = q.detach()[at.sequences, :, at.positions], k.detach()[at.sequences]
+    hidden = at.hidden if causal else None
+    if keep_B11S is not None:
+        padding = ~keep_B11S[at.sequences]
+        hidden = padding if hidden is None else hidden | padding
+    q_nHmK, k_nHSK = q_nHmK.float() * q.shape[-1] ** -0.5, k_nHSK.float()
+    if on_host(q_nHmK):
+        return torch.from_numpy(_read(q_nHmK.numpy(), k_nHSK.numpy(), None if hidden is None else hidden.numpy()))
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # which would go to half precision here
-        q_nHmK = q.detach()[at.sequences, :, at.positions].float() * q.shape[-1] ** -0.5
-        k_nHSK = k.detach()[at.sequences].float()
-        hidden = at.hidden if causal else None
-        if keep_B11S is not None:
-            padding = ~keep_B11S[at.sequences]
-            hidden = padding if hidden is None else hidden | padding
-        if on_host(q_nHmK):
-            read = _read(q_nHmK.numpy(), k_nHSK.numpy(), None if hidden is None else hidden.numpy())
-            return torch.tensor(read, dtype=torch.float32)
         scores = q_nHmK @ k_nHSK.contiguous().mT  # a product of strided batches takes twice the time
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
@@ -138,22 +138,22 @@ def attention_row(q: Tensor, k: Tensor, at: Places, *, keep_B11S: Tensor | None 
         return torch.stack([scores.amax(), entropy])
 
 
-def _read(q: Floats, k: Floats, hidden: NDArray[np.bool_] | None) -> tuple[float, float]:
+def _read(q: Floats, k: Floats, hidden: NDArray[np.bool_] | None) -> Floats:
     """Returns what `attention_row` does, on the host.
 
     Arrays so small gain nothing from threads, which operations of torch would wake up and wait for: numpy is quicker.
 
-    Shape: q [n, H, m, K], with the factor; k [n, H, S, K]; hidden broadcasts to [n, H, m, S].
+    Shape: q [n, H, m, K], with the factor; k [n, H, S, K]; hidden broadcasts to [n, H, m, S]; result [2].
     """
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # what is not finite comes out as it is
         scores = q @ k.swapaxes(-1, -2)
         if hidden is not None:
-            scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
+            np.copyto(scores, -np.inf, where=hidden)
         largest = scores.max(-1, keepdims=True)
         sees = largest != -np.inf
-        below = np.maximum(scores - np.where(sees, largest, np.float32(0)), np.float32(-1e4))  # whose exp is 0
-        weights = np.exp(below)
+        scores -= np.where(sees, largest, np.float32(0))
+        np.maximum(scores, np.float32(-1e4), out=scores)  # whose exp is 0
+        weights = np.exp(scores)
         total = weights.sum(-1)
-        weights *= below
-        entropy = np.log(total) - weights.sum(-1) / total
-        return float(largest.max()), float(entropy[sees[..., 0]].sum() / sees.sum())
+        entropy = np.log(total) - np.vecdot(weights, scores) / total
+        return np.array([largest.max(), entropy[sees[..., 0]].sum() / sees.sum()], np.float32)

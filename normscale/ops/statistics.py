@@ -80,8 +80,8 @@ class Statistics:
         if self.rows.device != x.device:
             raise BadInput(f"{name}: rows of the statistics are on {self.rows.device} and x on {x.device}")
 
-    def write(self, z: Tensor, y: Tensor | None) -> None:
-        """Writes what is asked of a forward pass; y is None where there is none."""
+    def write(self, z: Tensor | None, y: Tensor | None) -> None:
+        """Writes what is asked of a forward pass; None is not at hand."""
         for index, tensor in ((self.z, z), (self.y, y)):
             if index is not None and tensor is not None:
                 write_row(self.rows, index, tensor)
@@ -174,7 +174,13 @@ def watch(x: Tensor, grad_rows: Tensor | None, index: Tensor) -> Tensor:
     """
     if grad_rows is None:
         return x
-    watched: Tensor = _Watch.apply(x, grad_rows, index)  # type: ignore[no-untyped-call]
+    watched: Tensor
+    if torch.compiler.is_compiling():  # which takes no hook on what a graph makes
+        watched = _Watch.apply(x, grad_rows, index)  # type: ignore[no-untyped-call]
+        return watched
+    watched = x.view_as(x)  # of which only what reads it after this has a share in the gradient
+    if watched.requires_grad:
+        watched.register_hook(lambda gradient: write_row(grad_rows, index, gradient))  # type: ignore[no-untyped-call]
     return watched
 
 

@@ -74,3 +74,14 @@ def test_a_watched_tensor_is_the_same_and_its_gradient_is_measured() -> None:
     assert x.grad.tolist() == [2.0, 4.0, 6.0]
     assert rows.tolist() == [[0, 0, 0], [56.0, 6.0, 0]]
     assert watch(x, None, torch.tensor([1])) is x
+
+
+def test_what_reads_a_tensor_beside_its_watched_one_has_no_share() -> None:
+    leaf, rows = torch.tensor([1.0, 2.0], requires_grad=True), torch.zeros(2, 3)
+    x = leaf * 1.0
+    y = watch(x, rows, torch.tensor([0]))
+    z = watch(y, rows, torch.tensor([1]))
+    (100 * x + 10 * y + z).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [111.0, 111.0]
+    assert rows[:, 1].tolist() == [11.0, 1.0]
