@@ -56,6 +56,34 @@ slip := $(shell "$(PYTHON)" launch/make_names.py '$(subst ','\'',$(others))' '$(
 $(if $(slip),$(error $(slip)))
 endif
 
+# Of our own names, those that each target reads. Any other on the command line would be passed over without a word, and a
+# job meant for several hosts would train on this one.
+ALWAYS := PYTHON TORCH_INDEX
+TO_TRAIN := CONFIG CLAIM PROFILE OPTIONS ARGS DRY_RUN
+reads.train := CONFIG NPROC PORT OPTIONS ARGS DRY_RUN
+reads.launch := NPROC PORT $(TO_TRAIN)
+reads.launch-ssh := HOSTFILE PORT $(TO_TRAIN)
+reads.launch-deepspeed := HOSTFILE PORT $(TO_TRAIN)
+reads.launch-slurm := NODES GPUS NPROC TIME PARTITION PORT $(TO_TRAIN)
+reads.launch-torchrun := RDZV NNODES NPROC $(TO_TRAIN)
+reads.doctor := HOSTFILE NODES CONFIG PORT OPTIONS ARGS DRY_RUN
+reads.claim := CLAIM PROFILE ARGS DRY_RUN
+reads.claims := PROFILE HOURS ARGS DRY_RUN
+reads.reproduce := ARGS DRY_RUN
+reads.ui := PORT ARGS
+reads.server := PORT ARGS
+$(foreach one,test test-multinode test-gpu report schemes sync bench-step bench-probes bench-kernels,$(eval reads.$(one) := ARGS))
+
+goals := $(or $(MAKECMDGOALS),$(.DEFAULT_GOAL))
+unread := $(strip $(foreach one,$(filter-out $(ALWAYS) $(foreach goal,$(goals),$(reads.$(goal))),$(OWN) ARGS),\
+    $(call given,$(one))))
+ifneq ($(and $(unread),$(filter 0,$(MAKELEVEL))),)
+one := $(firstword $(unread))
+readers := $(foreach all,$(filter reads.%,$(.VARIABLES)),$(if $(filter $(one),$($(all))),$(all:reads.%=%)))
+$(error $(one): make $(goals) does not read it ($(sort $(readers)) $(if $(word 2,$(readers)),do,does)); \
+    it reads $(or $(strip $(foreach goal,$(goals),$(reads.$(goal)))),no setting))
+endif
+
 ifneq ($(and $(call given,CONFIG),$(call given,CLAIM)),)
 $(error CONFIG and CLAIM: both are given; give the one that is to be trained)
 endif

@@ -1,6 +1,7 @@
 """What make hands on: CONFIG and ARGS byte for byte, whatever starts the ranks (cases PR-020, PR-021, PR-022)."""
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -20,7 +21,9 @@ def make(folder: Path, target: str, *words: str, dry: bool = True) -> subprocess
     (folder / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
     if not (ROOT / ".venv" / "bin" / "python").exists():
         pytest.skip("no .venv in this checkout")
-    base = ["make", "-o", ".venv/installed", target, f"HOSTFILE={folder / 'hosts'}", "RDZV=n0:29500"]
+    hosts = f"HOSTFILE={folder / 'hosts'}"
+    meets = {"launch-ssh": [hosts], "launch-deepspeed": [hosts], "launch-torchrun": ["RDZV=n0:29500"]}
+    base = ["make", "-o", ".venv/installed", target, *meets.get(target, [])]
     env = {**ENV, "DRY_RUN": "1"} if dry else ENV
     return subprocess.run([*base, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
 
@@ -70,9 +73,9 @@ def test_a_quote_that_is_not_closed_is_said(tmp_path: Path):
 
 @pytest.mark.parametrize("target", ["launch", "launch-ssh", "launch-deepspeed", "launch-slurm"])
 def test_a_port_reaches_every_launcher(target: str, tmp_path: Path):
-    out = make(tmp_path, target, "PORT=4567", "NPROC=2").stdout
-    assert "4567" in out
-    assert "5000" not in make(tmp_path, target, "NPROC=2").stdout  # the default of make ui
+    several = [] if target in ("launch-ssh", "launch-deepspeed") else ["NPROC=2"]
+    assert "4567" in make(tmp_path, target, "PORT=4567", *several).stdout
+    assert "5000" not in make(tmp_path, target, *several).stdout  # the default of make ui
 
 
 def test_options_reach_their_launcher(tmp_path: Path):
@@ -117,6 +120,39 @@ def test_a_variable_that_nobody_would_read_is_refused(word: str, says: str, tmp_
     assert done.returncode == 2
     assert says in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["launch-torchrun", "NODES=2"], "NODES: make launch-torchrun does not read it (doctor launch-slurm do)"),
+        (["launch-slurm", "NNODES=2", "GPUS=8"], "NNODES: make launch-slurm does not read it (launch-torchrun does)"),
+        (["launch", "HOSTFILE=hosts"], "HOSTFILE: make launch does not read it"),
+        (["train", "NNODES=2"], "it reads CONFIG NPROC PORT OPTIONS ARGS DRY_RUN."),
+        (["train", "CLAIM=depth-ablation"], "CLAIM: make train does not read it (claim launch "),
+        (["launch-ssh", "NPROC=4"], "NPROC: make launch-ssh does not read it"),
+        (["clean", "DRY_RUN=1"], "DRY_RUN: make clean does not read it"),
+        (["check", "CONFIG=a.yaml"], "it reads no setting."),
+    ],
+)
+def test_a_setting_that_the_target_does_not_read_is_refused(words: list[str], says: str):
+    """A job that was meant for two hosts would be one of one host."""
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+def test_every_target_may_be_given_what_its_recipe_reads():
+    rules = re.findall(r"^([a-z-]+):.*##.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(rules) > 20
+    for target, recipe in rules:
+        recipe = recipe.replace(
+            "$(to_train)", "(value CONFIG) (value CLAIM) (value PROFILE) (value OPTIONS) (value ARGS)"
+        )
+        read = re.findall(r"\((?:value |call [a-z_]+,(?:--[a-z-]+,)?)([A-Z]+)\)", recipe)
+        words = ["make", "-n", "-o", ".venv/installed", target, *(f"{name}=1" for name in read if name != "CLAIM")]
+        done = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
 
 
 def test_what_the_environment_or_another_make_has_is_not_asked_about(tmp_path: Path):
