@@ -108,10 +108,9 @@ def _ssh(options: argparse.Namespace, args: list[str]) -> int:
     place = ssh.Place(options.remote_dir or os.getcwd(), options.remote_python or sys.executable)
     if options.claim is not None:
         if dry_run(options):
-            for some, commands in ssh.claim_steps(hosts, args, place):
-                print("\n".join(ssh.shown(some, commands, place, limits)))
+            print("\n".join(ssh.claim_shown(hosts, args, place=place, limits=limits, device=options.device)))
             return 0
-        return ssh.claim(hosts, args, place=place, limits=limits)
+        return ssh.claim(hosts, args, place=place, limits=limits, device=options.device)
     meeting = ssh.Meeting(options.port or 0, options.master_addr, options.device)
     if options.port is not None:
         command.check_port_number(options.port)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from launch.plan_env import plan_env
 from normscale.errors import LaunchError
+from normscale.planned import DEVICE
 
 Device = Literal["auto", "cpu", "cuda"]
 MOST_RANKS = 1024
@@ -38,6 +39,7 @@ STRAY_PREFIXES = (
     "PYTHON_EXEC",
     "NORMSCALE_STATUS_DIR",
     "NORMSCALE_PLAN",
+    DEVICE,
 )
 
 
@@ -88,7 +90,8 @@ def local(
         )
     check_ranks(nproc)
     chosen = choose_device(device, nproc, environ)
-    sets = {"ACCELERATE_USE_CPU": "true"} if chosen == "cpu" else {}
+    # With `auto`, one rank leaves it to PyTorch, which may find no way to use the GPU that is there.
+    sets = device_env(device if nproc == 1 and chosen == "cuda" else chosen)
     unsets = tuple(sorted(name for name in environ if is_stray(name) and name not in sets))
     if nproc == 1:
         return Command((sys.executable, *entry, *args), sets, unsets)
@@ -141,6 +144,11 @@ def choose_device(asked: Device, nproc: int, environ: Mapping[str, str]) -> Lite
             f"--nproc {nproc}: this machine offers {gpus} GPU(s), one a rank; lower it or give --device cpu"
         )
     return "cuda"
+
+
+def device_env(device: Device) -> dict[str, str]:
+    """Returns the variable that holds ranks to a device; with `auto` PyTorch decides."""
+    return {"cpu": {"ACCELERATE_USE_CPU": "true"}, "cuda": {DEVICE: "cuda"}, "auto": {}}[device]
 
 
 def count_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:

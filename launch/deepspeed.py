@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch import pdsh_claim, ssh
-from launch.command import Command, check_port_number
+from launch.command import Command, check_port_number, device_env
 from launch.environment import handed_on
 from launch.hostfile import Host, ranks_of, read_hosts
 from launch.job import Limits
@@ -28,6 +28,7 @@ from launch.options import dry_run
 from launch.pdsh_job import SSH_ARGS, PdshJob
 from launch.rank import encoded
 from normscale.errors import LaunchError
+from normscale.planned import DEVICE, VARIABLE
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PLAIN = re.compile(r"[\w@+=:,./-]+")
@@ -56,13 +57,13 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
     limits, place = Limits(options.grace), ssh.Place()
     if options.claim is not None:
         if dry_run(options):
-            print("\n".join(pdsh_claim.shown(hosts, args, place, os.environ)))
+            print("\n".join(pdsh_claim.shown(hosts, args, place, os.environ, options.device)))
             return 0
         _need_pdsh()
-        return pdsh_claim.claim(hosts, args, place, limits)
+        return pdsh_claim.claim(hosts, args, place, limits, options.device)
     meeting = ssh.Meeting(options.port or 0, options.master_addr, options.device)
     if dry_run(options):
-        env = handed_on(os.environ) | ({"ACCELERATE_USE_CPU": "true"} if options.device == "cpu" else {})
+        env = handed_on(os.environ) | device_env(options.device)
         port = options.port or ssh.DEFAULT_PORT
         rendered = command(options.hostfile, hosts, (meeting.at(hosts), port), encoded(args, _kept(env), watch=False))
         print(rendered.shell())
@@ -103,5 +104,5 @@ def _need_pdsh() -> None:
 def _kept(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of the ranks without secrets, and without the GPUs, which DeepSpeed numbers itself."""
     return {name: value for name, value in handed_on(env).items() if name != "CUDA_VISIBLE_DEVICES"} | {
-        name: env[name] for name in ("ACCELERATE_USE_CPU", "NORMSCALE_PLAN") if name in env
+        name: env[name] for name in ("ACCELERATE_USE_CPU", DEVICE, VARIABLE) if name in env
     }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from launch import ssh
-from launch.command import CLAIM, Command
+from launch.command import CLAIM, Command, Device, device_env
 from launch.environment import handed_on
 from launch.hostfile import Host
 from launch.job import Limits
@@ -20,12 +20,12 @@ from launch.rank import encoded
 from launch.ssh import Place
 
 
-def claim(hosts: Sequence[Host], words: Sequence[str], place: Place, limits: Limits) -> int:
+def claim(hosts: Sequence[Host], words: Sequence[str], place: Place, limits: Limits, device: Device = "auto") -> int:
     """Returns the exit code of the launch: 0, or that of the part that failed first, which stops no other."""
     with ssh.job(hosts, place, limits) as asked:
         asked.sites()
     for some, parts in steps(hosts):
-        job = encoded(words, handed_on(os.environ), watch=True, parts=parts)
+        job = encoded(words, handed_on(os.environ) | device_env(device), watch=True, parts=parts)
         rendered = over_pdsh(some, place, f"exec env RANK=%n {shlex.join([place.python, '-um', 'launch.rank', job])}")
         code = PdshJob(rendered, [replace(host, slots=1) for host in some], place, limits, ranks=False).run()
         if code != 0:
@@ -33,9 +33,11 @@ def claim(hosts: Sequence[Host], words: Sequence[str], place: Place, limits: Lim
     return 0
 
 
-def shown(hosts: Sequence[Host], words: Sequence[str], place: Place, environ: Mapping[str, str]) -> Iterator[str]:
+def shown(
+    hosts: Sequence[Host], words: Sequence[str], place: Place, environ: Mapping[str, str], device: Device = "auto"
+) -> Iterator[str]:
     """Gives what DRY_RUN=1 prints: the calls of pdsh that a person would make one after the other."""
-    env = [f"{name}={value}" for name, value in handed_on(environ).items()]
+    env = [f"{name}={value}" for name, value in (handed_on(environ) | device_env(device)).items()]
     argv = [*(["env", *env] if env else []), place.python, *CLAIM, *words]
     for some, parts in steps(hosts):
         part = f" --part $((%n + 1))/{parts}" if parts > 1 else ""

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.batch import Batch
+from launch.command import device_env
 from launch.environment import handed_on, trimmed
 from launch.options import dry_run
 from launch.plan_env import plan_env
@@ -145,8 +146,8 @@ def _header(batch: Batch, *asks: str, signal: str) -> str:
 def _common(batch: Batch, environ: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str]:
     env = handed_on(environ) | dict(plan)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
-    if not batch.gpus:
-        exports.append("export ACCELERATE_USE_CPU=true")
+    for name, value in device_env("cuda" if batch.gpus else "cpu").items():
+        exports.append(f"export {name}={value}")
     if not batch.gpus and "OMP_NUM_THREADS" not in env:
         exports.append("export OMP_NUM_THREADS=1 # a core a rank; the same on every host, being part of what a run is")
     return {

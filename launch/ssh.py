@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launch import torchrun
-from launch.command import CLAIM, Command, Device, threads
+from launch.command import CLAIM, Command, Device, device_env, threads
 from launch.environment import handed_on, secrets
 from launch.hostfile import Host
 from launch.job import Job, Limits, Site, Task
@@ -104,8 +104,7 @@ def train_env(
     """
     world = sum(site.host.slots for site in sites)
     env = handed_on(environ) | secrets(environ) | plan_env(args, world, [site.hostname for site in sites])
-    if _on_cpu(sites, meeting.device):
-        env["ACCELERATE_USE_CPU"] = "true"
+    env |= device_env("cpu" if _on_cpu(sites, meeting.device) else "cuda")
     if "OMP_NUM_THREADS" not in env:  # the same everywhere: it is part of what a run is
         env["OMP_NUM_THREADS"] = str(max(1, min(site.cores // site.host.slots for site in sites)))
     threads(1, env)
@@ -118,6 +117,7 @@ def claim(
     *,
     place: Place,
     limits: Limits,
+    device: Device = "auto",
     environ: Mapping[str, str] = os.environ,
 ) -> int:
     """Runs a claim: a part of its runs on each host, then the verdict on the first.
@@ -125,7 +125,7 @@ def claim(
     `words` are those of `normscale claim run`. A host whose part failed does not stop the others.
     """
     _need_ssh(place)
-    env = handed_on(environ) | secrets(environ)
+    env = handed_on(environ) | secrets(environ) | device_env(device)
     for some, commands in claim_steps(hosts, words, place):
         with job(some, place, limits) as launched:
             launched.sites()
@@ -145,6 +145,21 @@ def claim_steps(
     if count == 1:
         return [judge]
     return [(list(hosts), [(*base, "--part", f"{part}/{count}") for part in range(1, count + 1)]), judge]
+
+
+def claim_shown(
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    *,
+    place: Place,
+    limits: Limits,
+    device: Device = "auto",
+    environ: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """Returns what DRY_RUN=1 prints of a claim, as `train_shown` does."""
+    before = _setting(handed_on(environ) | device_env(device))
+    steps = claim_steps(hosts, words, place)
+    return [line for some, commands in steps for line in shown(some, commands, place, limits, before)]
 
 
 def shown(
@@ -172,13 +187,19 @@ def train_shown(
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Returns what DRY_RUN=1 prints; no secret is in it, so a host must have its own."""
-    sets = handed_on(environ) | ({"ACCELERATE_USE_CPU": "true"} if meeting.device == "cpu" else {})
+    sets = handed_on(environ) | device_env(meeting.device)
     commands = _commands(hosts, args, place, (meeting.at(hosts), meeting.port or DEFAULT_PORT))
-    before = f"env {shlex.join(f'{name}={value}' for name, value in sets.items())} " if sets else "env "
+    before = _setting(sets)
     if "OMP_NUM_THREADS" not in sets:  # what `train_env` asks the hosts for: equal shares of the cores there
         most = max(host.slots for host in hosts)
+        before = before or "env "
         before += f'OMP_NUM_THREADS="$(($(nproc) / {most} ? $(nproc) / {most} : 1))" '
     return shown(hosts, commands, place, limits, before)
+
+
+def _setting(sets: Mapping[str, str]) -> str:
+    """Returns the words before a command, with a space at their end, that set variables for it."""
+    return f"env {shlex.join(f'{name}={value}' for name, value in sets.items())} " if sets else ""
 
 
 def _commands(

@@ -6,7 +6,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.command import ENTRY, Command, Device, check_port_number, check_ranks, choose_device, is_stray, threads
+from launch.command import (
+    ENTRY,
+    Command,
+    Device,
+    check_port_number,
+    check_ranks,
+    choose_device,
+    device_env,
+    is_stray,
+    threads,
+)
 from normscale.errors import LaunchError
 from normscale.planned import VARIABLE
 
@@ -72,8 +82,7 @@ class Elastic:
 def here(argv: tuple[str, ...], nproc: int, device: Device, environ: Mapping[str, str]) -> Command:
     """Returns the command for this host, in an environment that no other launch has left anything in."""
     sets = {"OMP_NUM_THREADS": str(threads(nproc, environ))}
-    if choose_device(device, nproc, environ) == "cpu":
-        sets["ACCELERATE_USE_CPU"] = "true"
+    sets |= device_env(choose_device(device, nproc, environ))
     kept = {*sets, VARIABLE}  # a batch job was planned when it was submitted
     unsets = tuple(sorted(name for name in environ if is_stray(name) and name not in kept))
     return Command(argv, sets, unsets)

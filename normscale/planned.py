@@ -10,6 +10,7 @@ from pathlib import Path
 from normscale.errors import ConfigError, LaunchError
 
 VARIABLE = "NORMSCALE_PLAN"
+DEVICE = "NORMSCALE_DEVICE"  # "cuda" where ranks are to compute on GPUs or not at all
 
 
 @dataclass(frozen=True)

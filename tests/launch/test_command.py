@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.command import ACCELERATE_CONFIGS, check_port, choose_device, count_gpus, local, threads
+from launch.command import ACCELERATE_CONFIGS, CLAIM, check_port, choose_device, count_gpus, local, threads
+from launch.environment import handed_on
+from launch.torchrun import Elastic
 from normscale.errors import LaunchError
 
 AWKWARD = ["a b", "it's", '{"a": [1, 2]}', "", "--", "--cpu", "-m", "$HOME", "`id`", "k=--x", "é", "a\\nb", "*", "#"]
@@ -80,6 +82,20 @@ def test_gpus_are_counted_without_importing_torch(monkeypatch: pytest.MonkeyPatc
     assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
     assert count_gpus({}, tmp_path) == 0
+
+
+def test_ranks_for_gpus_are_held_to_them(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch may find no way to use the GPUs that are there, and would train on the CPU without a word."""
+    monkeypatch.setattr("launch.command.count_gpus", lambda environ: 2)
+    held = {"NORMSCALE_DEVICE": "cuda"}
+    left = {"NORMSCALE_DEVICE": "cuda", "ACCELERATE_USE_CPU": "true"}  # of another launch
+    assert local(["c.yaml"], device="cuda", environ=left).environ(left) == held
+    assert local(["c.yaml"], nproc=2, environ=left).environ(left) == held
+    assert local(["c.yaml"], device="cuda", environ={}, entry=CLAIM).sets == held
+    assert local(["c.yaml"], environ=left).environ(left) == {}  # one rank, auto: as PyTorch finds
+    assert local(["c.yaml"], device="cpu", environ=left).environ(left) == {"ACCELERATE_USE_CPU": "true"}
+    assert held.items() <= Elastic("n:1", nproc=2).command(["c.yaml"], "cuda", left).environ(left).items()
+    assert handed_on(held) == {}
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):

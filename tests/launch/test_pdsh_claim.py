@@ -51,6 +51,7 @@ def test_a_part_on_each_host_and_then_the_judge_on_the_first():
         f"{PDSH} -w n0,n1 " + shlex.quote(f"cd '/a b' && exec {words} --part $((%n + 1))/2"),
         f"{PDSH} -N -w n0 " + shlex.quote(f"cd '/a b' && exec {words}"),
     ]
+    assert "NORMSCALE_DEVICE=cuda /venv/python" in next(iter(shown(HOSTS, ["depth"], place, environ, "cuda")))
 
 
 def test_a_host_alone_needs_no_parts():

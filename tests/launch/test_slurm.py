@@ -86,6 +86,7 @@ def test_gpus_are_asked_for_and_used():
     assert "port=4567" in lines
     assert "--nnodes 3 --node slurm --nproc 4" in text
     assert "--device cuda" in text
+    assert "export NORMSCALE_DEVICE=cuda\n" in claim_scripts(Batch(gpus=1), ["depth"], {})[0][1]
     assert not {"ACCELERATE_USE_CPU", "--cpus-per-task=4", "OMP_NUM_THREADS"} & set(text.replace("=", " ").split())
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from launch import ssh
 from launch.__main__ import main
+from launch.command import Device
 from launch.hostfile import Host
 from launch.job import Limits, Site
 from launch.remote import why_unreachable
@@ -87,7 +88,8 @@ def test_gpus_are_all_or_none():
         ssh.train_env(some, [QUICK], ssh.Meeting(), {})
     assert "ACCELERATE_USE_CPU" in ssh.train_env(some, [QUICK], ssh.Meeting(device="cpu"), {})
     enough = [Site(HOSTS[0], "n0", 8, 1), Site(HOSTS[1], "n1", 8, 2)]
-    assert "ACCELERATE_USE_CPU" not in ssh.train_env(enough, [QUICK], ssh.Meeting(), {})
+    env = ssh.train_env(enough, [QUICK], ssh.Meeting(), {})
+    assert (env.get("NORMSCALE_DEVICE"), env.get("ACCELERATE_USE_CPU")) == ("cuda", None)
     with pytest.raises(LaunchError, match="n0: slots=1 but 0 GPU"):
         ssh.train_env(SITES, [QUICK], ssh.Meeting(device="cuda"), {})
 
@@ -99,6 +101,13 @@ def test_a_claim_is_parts_and_then_a_judge_on_the_first_host():
     assert parts == [(*base, "--part", "1/2"), (*base, "--part", "2/2")]
     assert judge == base
     assert ssh.claim_steps(HOSTS[:1], ["depth"], PLACE) == [(HOSTS[:1], [base[:6]])]
+
+
+@pytest.mark.parametrize(("device", "sets"), [("cpu", "ACCELERATE_USE_CPU=true"), ("cuda", "NORMSCALE_DEVICE=cuda")])
+def test_a_claim_keeps_to_the_device(device: Device, sets: str):
+    lines = ssh.claim_shown(HOSTS, ["depth"], place=PLACE, limits=Limits(), device=device, environ={"NCCL_DEBUG": "x"})
+    assert len(lines) == 3
+    assert all(f"exec env NCCL_DEBUG=x {sets} /venv/bin/python -m normscale claim run" in line for line in lines)
 
 
 @pytest.mark.parametrize(

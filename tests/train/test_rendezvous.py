@@ -13,6 +13,7 @@ from normscale.cli import main
 from normscale.errors import ConfigError, DataError, LaunchError
 from normscale.planned import VARIABLE, Planned, code_hash, config_hash
 from normscale.train import rendezvous
+from normscale.train.engines.ranks import device_kind
 from normscale.train.facts import Facts, difference, missing, other_hosts
 from normscale.train.lost import Roll
 from normscale.train.rendezvous import Agreed, Disagreement, Meeting, NoStore
@@ -221,6 +222,25 @@ def test_the_command_says_so_and_leaves_nothing(
     assert main(["train", *words]) == 2
     assert capsys.readouterr().err.startswith("normscale: 2 ranks were planned (NORMSCALE_PLAN)")
     assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_that_were_started_for_gpus_train_on_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_driver() -> None:
+        raise RuntimeError("Found no NVIDIA driver\n on your system.")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.init", no_driver)
+    monkeypatch.setenv("NORMSCALE_DEVICE", "cuda")
+    words = [str(ROOT / "configs/train/quick.yaml"), f"tracking.runs={tmp_path / 'runs'}", "tracking.uri=null"]
+    assert main(["train", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("normscale: what was started is for GPUs, and PyTorch ")
+    assert "(Found no NVIDIA driver on your system.); mend that, or give --device cpu" in said
+    assert not list((tmp_path / "runs").glob("*"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as a claim's run on the CPU has it
+    assert device_kind() == "cpu"
 
 
 def test_the_roll_names_who_does_not_answer(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:

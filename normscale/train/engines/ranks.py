@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from normscale.errors import LaunchError
+from normscale.planned import DEVICE
 
 
 def world_size() -> int:
@@ -29,9 +30,29 @@ def world_size() -> int:
 
 
 def device_kind() -> str:
-    """Returns "cuda" where there is a CUDA device and ACCELERATE_USE_CPU does not keep to the CPU, else "cpu"."""
-    kept = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    return "cuda" if torch.cuda.is_available() and not kept else "cpu"
+    """Returns "cuda" where there is a CUDA device and ACCELERATE_USE_CPU does not keep to the CPU, else "cpu".
+
+    Raises:
+        LaunchError: the launcher was to use GPUs, and PyTorch finds none.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if os.environ.get(DEVICE) == "cuda":
+        raise LaunchError(
+            f"what was started is for GPUs, and PyTorch {torch.__version__} can use none here ({_why_no_gpu()});"
+            " mend that, or give --device cpu (GPUS=0 with Slurm)"
+        )
+    return "cpu"
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        return " ".join(str(error).split())[:200]
+    return "no reason is given"
 
 
 def own_device() -> torch.device:
