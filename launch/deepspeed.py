@@ -102,7 +102,5 @@ def _need_pdsh() -> None:
 
 
 def _kept(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of the ranks without secrets, and without the GPUs, which DeepSpeed numbers itself."""
-    return {name: value for name, value in handed_on(env).items() if name != "CUDA_VISIBLE_DEVICES"} | {
-        name: env[name] for name in ("ACCELERATE_USE_CPU", DEVICE, VARIABLE) if name in env
-    }
+    """Returns the variables of the ranks without secrets."""
+    return handed_on(env) | {name: env[name] for name in ("ACCELERATE_USE_CPU", DEVICE, VARIABLE) if name in env}

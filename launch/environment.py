@@ -2,7 +2,7 @@
 
 | handed on | what for |
 | --- | --- |
-| OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES | threads and GPUs of each rank |
+| OMP_NUM_THREADS | threads of each rank |
 | NCCL_*, GLOO_*, TORCH_NCCL_*, TORCH_GLOO_* | network interfaces and time limits of the ranks' connections |
 | TORCH_CPP_LOG_LEVEL, TORCH_DISTRIBUTED_DEBUG, TORCH_LOGS, TORCH_SHOW_CPP_STACKTRACES | finding faults |
 | TORCH_EXTENSIONS_DIR | where DeepSpeed keeps what it compiled |
@@ -10,6 +10,8 @@
 | MLFLOW_TRACKING_URI | where records go |
 | NORMSCALE_* | settings of normscale itself |
 | MLFLOW_TRACKING_USERNAME, _PASSWORD, _TOKEN | over ssh's standard input alone, never on a command line or in a file |
+
+CUDA_VISIBLE_DEVICES stays: which GPUs there are is each host's own matter, or Slurm's.
 
 A value that a command line or a file must not show (a password by its name, an address with a password in it) is a
 secret: `launch ssh` sends it over the standard input of its ssh connection; for the other launchers, each host has it
@@ -22,7 +24,6 @@ from collections.abc import Mapping
 NAMES = frozenset(
     (
         "OMP_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
         "TORCH_CPP_LOG_LEVEL",
         "TORCH_DISTRIBUTED_DEBUG",
         "TORCH_LOGS",

@@ -25,6 +25,8 @@ STAYS = {
     "LD_PRELOAD": "x",
     "RANK": "1",
     "PYTHONPATH": "x",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+    "NORMSCALE_DEVICE": "cuda",
     "NORMSCALE_STATUS_DIR": "/tmp",
     "NORMSCALE_PLAN": "{}",
     "NORMSCALE_MAKE_ARGS": "a=1",
