@@ -13,6 +13,7 @@ NAMES = re.compile(
     rf"{NAME.pattern}(,{NAME.pattern}){{0,20}}"
 )  # of partitions, of which Slurm takes the first that is free
 LONGEST_GRACE_S = 65535
+GPU_CORES = 4  # of each rank that has a GPU: its own thread, those of backward and NCCL, and the data
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Batch:
     nodes: int = 1
     gpus: int = 0
     nproc: int | None = None
+    cpus: int | None = None
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -39,10 +41,17 @@ class Batch:
         """Returns the number of ranks of each host."""
         return self.nproc or self.gpus or 1
 
+    @property
+    def cores(self) -> int:
+        """Returns the CPU cores that are asked for each rank; 0 asks for none, and the cluster gives what it gives."""
+        if self.cpus is not None:
+            return self.cpus
+        return GPU_CORES if self.gpus else 1
+
     def check(self) -> None:
         """Raises LaunchError for what Slurm could not use."""
-        for name, least in (("nodes", 1), ("gpus", 0), ("follow_up", 0)):
-            if (value := getattr(self, name)) < least:
+        for name, least in (("nodes", 1), ("gpus", 0), ("cpus", 0), ("follow_up", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
                 raise LaunchError(f"--{name.replace('_', '-')} {value}: give {least} or more")
         if self.nproc is not None and (self.nproc < 1 or (self.gpus and self.nproc > self.gpus)):
             raise LaunchError(f"--nproc {self.nproc}: give 1 or more ranks a host, and with GPUs at most one a GPU")

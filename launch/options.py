@@ -8,6 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from launch import wire
+from launch.batch import GPU_CORES
 from launch.job import CONNECT_S, GRACE_S
 from launch.local import GRACE_S as LOCAL_GRACE_S
 from normscale.arguments import Parser, whole
@@ -90,6 +91,8 @@ def _slurm(one: argparse.ArgumentParser) -> None:
     one.add_argument("--nodes", type=whole, default=1, metavar="N", help="number of hosts (default 1)")
     one.add_argument("--gpus", type=whole, default=0, metavar="N", help="GPUs, and ranks, of each; 0: the CPU")
     one.add_argument("--nproc", type=whole, metavar="N", help="ranks of each host (default: one a GPU, else 1)")
+    cores = f"cores of each rank (default 1, with GPUs {GPU_CORES}; 0: as many as the cluster gives)"
+    one.add_argument("--cpus", type=whole, metavar="N", help=cores)
     one.add_argument("--time", metavar="LIMIT", help="time limit as Slurm writes it, e.g. 1-12:00:00 or 90 (minutes)")
     one.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
     one.add_argument("--account", metavar="NAME", help="(default: the user's)")

@@ -26,6 +26,7 @@ from normscale.errors import LaunchError
 JUDGE = "-judge"
 TEMPLATES = Path(__file__).with_name("templates")
 NO_GPUS = re.compile(r"generic resource|gres|node configuration is not available", re.I)  # in sbatch's words
+NO_CORES = re.compile(r"node configuration is not available|cpu count", re.I)
 OURS = ("SLURM_CONF", "SBATCH_")  # settings of Slurm itself that the caller's environment may hold
 
 
@@ -35,7 +36,7 @@ def launch(options: argparse.Namespace, args: list[str]) -> int:
     Raises:
         LaunchError: an option that Slurm could not use, no sbatch here, or sbatch's own reason.
     """
-    names = ("nodes", "gpus", "nproc", "time", "partition", "account", "port", "follow_up", "name", "logs")
+    names = ("nodes", "gpus", "nproc", "cpus", "time", "partition", "account", "port", "follow_up", "name", "logs")
     given = {name: getattr(options, name) for name in names}
     batch = Batch(**given, sbatch=tuple(options.sbatch), grace_s=int(options.grace), folder=os.getcwd())
     batch.check()
@@ -128,7 +129,7 @@ def _header(batch: Batch, *asks: str, signal: str) -> str:
         f"--job-name={batch.name}",
         *asks,
         "--ntasks-per-node=1",
-        f"--cpus-per-task={batch.ranks}" if not batch.gpus else "",
+        f"--cpus-per-task={batch.cores * batch.ranks}" if batch.cores else "",
         f"--gres=gpu:{batch.gpus}" if batch.gpus else "",
         f"--time={batch.time}" if batch.time else "",
         f"--partition={batch.partition}" if batch.partition else "",
@@ -148,13 +149,16 @@ def _common(batch: Batch, environ: Mapping[str, str], plan: Mapping[str, str]) -
     exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     for name, value in device_env("cuda" if batch.gpus else "cpu").items():
         exports.append(f"export {name}={value}")
-    if not batch.gpus and "OMP_NUM_THREADS" not in env:
-        exports.append("export OMP_NUM_THREADS=1 # a core a rank; the same on every host, being part of what a run is")
+    if "OMP_NUM_THREADS" not in env:
+        says = "# threads of each rank; the same on every host and at every start, being part of what a run is"
+        exports.append(f"export OMP_NUM_THREADS={batch.cores or 1} {says}")
     return {
         "FOLDER": shlex.quote(batch.folder),
         "EXPORTS": "\n".join(exports),
         "PYTHON": shlex.quote(batch.python),
-        "SRUN": 'srun --export=ALL --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"',
+        # srun does not take the cores of a task over from the job by itself. Where the job asks for none, 1 would be
+        # all that its ranks get, whatever it has.
+        "SRUN": "srun --export=ALL --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}",
         "END": _template("end.sh", {}),
     }
 
@@ -197,5 +201,9 @@ def _submit(batch: Batch, stem: Path, scripts: Sequence[tuple[str, str]]) -> int
 def _mend(batch: Batch, reason: str) -> str:
     """Returns what may mend a refusal, where the reason tells."""
     if batch.gpus and NO_GPUS.search(reason):
-        return f": has any node {batch.gpus} GPU(s)? sinfo -o '%P %G' lists those of each partition; GPUS=0 takes CPUs"
+        cores = f", and {batch.cores * batch.ranks} cores (--cpus)" if NO_CORES.search(reason) else ""
+        lists = "sinfo -o '%P %G %c' lists those of each partition; GPUS=0 takes CPUs"
+        return f": has any node {batch.gpus} GPU(s){cores}? {lists}"
+    if NO_CORES.search(reason):
+        return f": has any node {batch.cores * batch.ranks} cores? sinfo -o '%P %c' lists those of each partition"
     return ""

@@ -1,6 +1,7 @@
 """Batch scripts, as text, and as a shell reads them."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -34,7 +35,7 @@ set -u
 cd '/work/it'"'"'s' || exit 2
 export NCCL_DEBUG='a b'
 export ACCELERATE_USE_CPU=true
-export OMP_NUM_THREADS=1 # a core a rank; the same on every host, being part of what a run is
+export OMP_NUM_THREADS=1 # threads of each rank; the same on every host and at every start, being part of what a run is
 script=s.sbatch
 try=${1:-0} # how many jobs before this one lost a node
 restart=${SLURM_RESTART_COUNT:-0}
@@ -47,7 +48,7 @@ if [ "$restart" -gt 0 ] && ! timeout 60 srun --export=ALL --ntasks-per-node=1 tr
     exit 1
 fi
 # Each task starts the ranks of its host, and ends with the exit code of the one that failed first, coded.
-srun --export=ALL --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \\
+srun --export=ALL --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} \\
     sh -c 'trap "" TERM USR1; "$0" -c "import launch.__main__" || exit 193; exec "$0" "$@"' \\
     /venv/bin/python -m launch torchrun --rdzv "$first:$port" --nnodes 2 --node slurm --nproc 1 \\
     --task --device cpu --grace 90 -- c.yaml 'name=a b' &
@@ -87,7 +88,29 @@ def test_gpus_are_asked_for_and_used():
     assert "--nnodes 3 --node slurm --nproc 4" in text
     assert "--device cuda" in text
     assert "export NORMSCALE_DEVICE=cuda\n" in claim_scripts(Batch(gpus=1), ["depth"], {})[0][1]
-    assert not {"ACCELERATE_USE_CPU", "--cpus-per-task=4", "OMP_NUM_THREADS"} & set(text.replace("=", " ").split())
+    assert "ACCELERATE_USE_CPU" not in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "threads"),
+    [
+        ({"gpus": 2}, 8, 4),  # and not one core for all ranks of the host, with as many threads as that comes to
+        ({"gpus": 2, "nproc": 1}, 4, 4),
+        ({"gpus": 2, "cpus": 7}, 14, 7),
+        ({"gpus": 2, "cpus": 0}, None, 1),
+        ({"nproc": 3}, 3, 1),
+        ({"nproc": 3, "cpus": 2}, 6, 2),
+    ],
+)
+def test_each_rank_gets_its_cores(slurm_here: Path, asked: dict[str, int], cores: int | None, threads: int):
+    text = script(Batch(**asked), ["c.yaml"])
+    assert re.findall("#SBATCH --cpus-per-task=(.*)", text) == ([] if cores is None else [str(cores)])
+    assert f"export OMP_NUM_THREADS={threads} " in text
+    assert "export OMP_NUM_THREADS=5\n" in script(Batch(**asked), ["c.yaml"], OMP_NUM_THREADS="5")
+    given = {} if cores is None else {"SLURM_CPUS_PER_TASK": str(cores)}  # by Slurm, where the job asks
+    assert run(slurm_here, Batch(**asked), **given)[0] == 0
+    steps = (slurm_here / "log.srun").read_text()
+    assert re.findall("cpus-per-task=([0-9]*)", steps) == ([] if cores is None else [str(cores)])
 
 
 def test_no_secret_is_in_it_and_what_is_in_it_is_whole():
@@ -108,6 +131,7 @@ scontrol)
     exit 0 ;;
 sbatch) echo "sbatch $*" >> {log}; echo 8; exit 0 ;;
 srun)
+    echo "$*" >> {log}.srun
     [ "$3" = true ] && exit "${PROBE:-0}"
     while [ "$1" != -- ]; do shift; done
     shift; printf '%s\\0' "$@" > {words}; exit "${CODE:-0}" ;;
@@ -267,9 +291,19 @@ def test_gpus_that_a_cluster_does_not_have_are_hinted_at(slurm_here: Path, capsy
     (slurm_here / "bin" / "sbatch").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
     words = ["slurm", "--logs", str(slurm_here / "logs"), "--gpus"]
     assert main([*words, "8", "--", QUICK]) == 2
-    assert "(gres) specification): has any node 8 GPU(s)? sinfo -o '%P %G'" in capsys.readouterr().err
+    assert "(gres) specification): has any node 8 GPU(s)? sinfo -o '%P %G %c'" in capsys.readouterr().err
     assert main([*words, "0", "--", QUICK]) == 2
     assert "GPU" not in capsys.readouterr().err
+
+
+def test_cores_that_a_cluster_does_not_have_are_hinted_at(slurm_here: Path, capsys: pytest.CaptureFixture[str]):
+    said = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    (slurm_here / "bin" / "sbatch").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    words = ["slurm", "--logs", str(slurm_here / "logs")]
+    assert main([*words, "--gpus", "8", "--cpus", "9", "--", QUICK]) == 2
+    assert "has any node 8 GPU(s), and 72 cores (--cpus)? sinfo " in capsys.readouterr().err
+    assert main([*words, "--cpus", "9", "--", QUICK]) == 2
+    assert "has any node 9 cores? sinfo " in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_script_and_submits_nothing(slurm_here: Path, capsys: pytest.CaptureFixture[str]):
