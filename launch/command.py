@@ -12,7 +12,7 @@ from typing import Literal
 
 from launch.plan_env import plan_env
 from normscale.errors import LaunchError
-from normscale.planned import DEVICE
+from normscale.planned import DEVICE, SINCE
 
 Device = Literal["auto", "cpu", "cuda"]
 MOST_RANKS = 1024
@@ -40,6 +40,7 @@ STRAY_PREFIXES = (
     "NORMSCALE_STATUS_DIR",
     "NORMSCALE_PLAN",
     DEVICE,
+    SINCE,
 )
 
 

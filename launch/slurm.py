@@ -22,6 +22,7 @@ from launch.environment import handed_on, trimmed
 from launch.options import dry_run
 from launch.plan_env import plan_env
 from normscale.errors import LaunchError
+from normscale.planned import fresh_since
 
 JUDGE = "-judge"
 TEMPLATES = Path(__file__).with_name("templates")
@@ -65,7 +66,7 @@ def train_script(
     batch: Batch, args: Sequence[str], environ: Mapping[str, str], plan: Mapping[str, str], script: str
 ) -> str:
     """Returns the batch script that trains; `script` is where it will lie."""
-    values = _common(batch, environ, plan) | {
+    values = _common(batch, environ, {**plan, **fresh_since(args)}) | {
         "HEADER": _header(batch, f"--nodes={batch.nodes}", signal=f"USR1@{batch.grace_s}"),
         "PORT": str(batch.port) if batch.port else "$((20000 + SLURM_JOB_ID % 10000))",
         "NODES": str(batch.nodes),

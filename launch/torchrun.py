@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.command import (
     ENTRY,
@@ -18,7 +18,7 @@ from launch.command import (
     threads,
 )
 from normscale.errors import LaunchError
-from normscale.planned import VARIABLE
+from normscale.planned import SINCE, VARIABLE, fresh_since
 
 TORCHRUN = ("-m", "torch.distributed.run")
 _END_POINT = re.compile(r"(?P<host>[^\s:]+|\[[^\s\]]+\]):(?P<port>\d{1,5})")
@@ -76,14 +76,16 @@ class Elastic:
             *("--rdzv-conf", "last_call_timeout=5", "--max-restarts", str(self.max_restarts)),
             *(*entry, *args),
         )
-        return here(argv, self.nproc, device, environ)
+        rendered = here(argv, self.nproc, device, environ)
+        again = fresh_since(args) if self.max_restarts else {}
+        return replace(rendered, sets=rendered.sets | again)
 
 
 def here(argv: tuple[str, ...], nproc: int, device: Device, environ: Mapping[str, str]) -> Command:
     """Returns the command for this host, in an environment that no other launch has left anything in."""
     sets = {"OMP_NUM_THREADS": str(threads(nproc, environ))}
     sets |= device_env(choose_device(device, nproc, environ))
-    kept = {*sets, VARIABLE}  # a batch job was planned when it was submitted
+    kept = {*sets, VARIABLE, SINCE}  # a batch job was planned when it was submitted
     unsets = tuple(sorted(name for name in environ if is_stray(name) and name not in kept))
     return Command(argv, sets, unsets)
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from normscale.errors import ConfigError, LaunchError
 
 VARIABLE = "NORMSCALE_PLAN"
+SINCE = "NORMSCALE_FRESH_SINCE"  # when a launch with --fresh was made, in ms since 1970: it begins a run anew once
 DEVICE = "NORMSCALE_DEVICE"  # "cuda" where ranks are to compute on GPUs or not at all
 
 
@@ -43,6 +45,11 @@ def planned_in(environ: Mapping[str, str]) -> Planned | None:
         return Planned(world, hosts, str(found["config"]), str(found["code"]))
     except (ValueError, TypeError, KeyError):
         raise LaunchError(f"{VARIABLE} in the environment is not what a launcher writes; unset it") from None
+
+
+def fresh_since(args: Sequence[str]) -> dict[str, str]:
+    """Returns the variable by which a launch that may start its ranks several times begins the run anew once alone."""
+    return {SINCE: str(time.time_ns() // 1_000_000)} if "--fresh" in args else {}
 
 
 def config_hash(words: Sequence[str]) -> str:

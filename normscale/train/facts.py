@@ -24,6 +24,7 @@ class Facts:
         settings: the whole configuration.
         parts: what the run's identity is made of.
         done: the exit code of the run if it is finished already, as far as this rank's host knows.
+        fresh: whether the run is to begin anew, as far as this rank's host knows.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Facts:
     parts: Mapping[str, Any] = field(default_factory=dict)
     run: str = ""
     done: int | None = None
+    fresh: bool = False
     error: str | None = None
 
     def __str__(self) -> str:

@@ -50,12 +50,15 @@ class NoStore(Disagreement):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks hold to: the run's name and hash, its exit code if it is finished, by rank 0; each rank's host."""
+    """What all ranks hold to: each rank's host and, by rank 0, the run's name and hash, its exit code if it is finished
+    (`done`), and whether it begins anew (`fresh`).
+    """
 
     run: str
     hash: str
     done: int | None
     hosts: tuple[str, ...]
+    fresh: bool = False
 
 
 class Meeting:
@@ -90,7 +93,7 @@ class Meeting:
                 self._meet(self._facts(error=text), error)
         raise error
 
-    def meet(self, run: str, parts: Mapping[str, Any], done: int | None) -> Agreed:
+    def meet(self, run: str, parts: Mapping[str, Any], done: int | None, fresh: bool = False) -> Agreed:
         """Returns what all ranks agree on; there is a process group then, unless the run is finished already.
 
         `parts` is the identity of the run, with its hash.
@@ -100,9 +103,9 @@ class Meeting:
             RunFailed: rank 0 was lost meanwhile.
         """
         if self.world == 1:
-            return Agreed(run, parts["hash"], done, (socket.gethostname(),))
-        judged = self._meet(self._facts(run=run, parts=parts, done=done))
-        agreed = Agreed(judged["run"], judged["hash"], judged["done"], tuple(judged["hosts"]))
+            return Agreed(run, parts["hash"], done, (socket.gethostname(),), fresh)
+        judged = self._meet(self._facts(run=run, parts=parts, done=done, fresh=fresh))
+        agreed = Agreed(judged["run"], judged["hash"], judged["done"], tuple(judged["hosts"]), judged["fresh"])
         if agreed.done is None and not dist.is_initialized():
             self._make_group()
         return agreed
@@ -213,7 +216,7 @@ class Meeting:
         if line := line or other_hosts(everyone, self.planned):
             return {"error": line, "own": own, "speaker": 0}, self.world - 1
         first = everyone[0]
-        agreed = {"run": first.run, "hash": first.parts["hash"], "done": first.done}
+        agreed = {"run": first.run, "hash": first.parts["hash"], "done": first.done, "fresh": first.fresh}
         return {**agreed, "hosts": [facts.host for facts in everyone]}, 0 if first.done is None else self.world - 1
 
 

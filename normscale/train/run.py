@@ -1,6 +1,7 @@
 """The life of a run: build, record the start, train, evaluate, record the end."""
 
 import json
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from normscale.data.batches import Batches, too_few
 from normscale.data.task import load_task
 from normscale.errors import NonFiniteStop, NormscaleError, RunFailed, StoreError
 from normscale.models.builder import build
-from normscale.planned import config_hash
+from normscale.planned import SINCE, config_hash
 from normscale.probes.joint import BrokenPass
 from normscale.tracking.files import write_whole
 from normscale.tracking.reader import RunRecord, next_attempt, read_run
@@ -99,6 +100,7 @@ def _run(
     try:
         task, parts, run_id = load_task(config), identity(config), run_id_of(config)
         runs = Path(config.tracking.runs).absolute()
+        fresh = fresh and not _begun_by_this_launch(runs / run_id)
         done = None if fresh else _ended(runs / run_id)
         if done is None:
             check_engine(config)
@@ -109,8 +111,8 @@ def _run(
                 check_same_world(config, runs / run_id)
     except Exception as error:
         meeting.fail(error)
-    agreed = meeting.meet(run_id, parts, None if done is None else done.exit_code)
-    run_id, run_dir = agreed.run, runs / agreed.run
+    agreed = meeting.meet(run_id, parts, None if done is None else done.exit_code, fresh)
+    run_id, run_dir, fresh = agreed.run, runs / agreed.run, agreed.fresh
     if agreed.done is not None:
         outcome: Outcome = "finished" if agreed.done == 0 else "nan"
         return done or RunResult(run_id, run_dir, outcome, agreed.done, {}, skipped_existing=True)
@@ -183,6 +185,16 @@ def _run(
             f"({recorder.gone}); train it again"
         )
     return RunResult(run_id, run_dir, outcome, code, summary)
+
+
+def _begun_by_this_launch(run_dir: Path) -> bool:
+    """Returns whether ranks of this launch have begun the run anew before: those that it starts later go on from there.
+
+    A scheduler that queues a job again, and an agent that starts failed ranks again, give them the words of the first
+    time.
+    """
+    since = os.environ.get(SINCE, "")
+    return since.isdigit() and (run_dir / SPOOL).exists() and max(read_run(run_dir).starts, default=0) >= int(since)
 
 
 def _ended(run_dir: Path) -> RunResult | None:

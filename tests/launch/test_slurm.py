@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from launch.__main__ import main
 from launch.batch import Batch
 from launch.slurm import claim_scripts, train_script
 from launch.task import coded
+from launch.torchrun import Elastic
 
 from .test_command import AWKWARD
 from .test_main import QUICK
@@ -89,6 +91,13 @@ def test_gpus_are_asked_for_and_used():
     assert "--device cuda" in text
     assert "export NORMSCALE_DEVICE=cuda\n" in claim_scripts(Batch(gpus=1), ["depth"], {})[0][1]
     assert "ACCELERATE_USE_CPU" not in text
+
+
+def test_a_job_that_is_queued_again_does_not_begin_anew_again():
+    (since,) = re.findall(r"export NORMSCALE_FRESH_SINCE=(\d+)\n", script(BATCH, ["c.yaml", "--fresh", "seed=1"]))
+    assert abs(int(since) - 1000 * time.time()) < 60_000
+    rendered = Elastic("n:1").command(["c.yaml", "--fresh"], "cpu", {"NORMSCALE_FRESH_SINCE": since}, 0)
+    assert rendered.environ({"NORMSCALE_FRESH_SINCE": since})["NORMSCALE_FRESH_SINCE"] == since  # the job's
 
 
 @pytest.mark.parametrize(

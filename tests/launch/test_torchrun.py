@@ -25,6 +25,14 @@ def test_an_elastic_rendezvous_is_the_same_on_every_host():
     assert Elastic("n1:29500", "3", 2).world() == 6
 
 
+def test_ranks_that_an_agent_starts_again_do_not_begin_anew_again():
+    def since(restarts: int, *words: str) -> bool:
+        rendered = Elastic("n1:29500", max_restarts=restarts).command(["c.yaml", *words], "cpu", {})
+        return "NORMSCALE_FRESH_SINCE" in rendered.sets
+
+    assert [since(1, "--fresh"), since(0, "--fresh"), since(1)] == [True, False, False]
+
+
 def test_a_numbered_host_meets_the_others_at_a_fixed_place():
     rendered = Elastic("[::1]:29500", "2", 2).command(["c.yaml"], "cpu", {"OMP_NUM_THREADS": "1"}, 1)
     assert rendered.shell().endswith(

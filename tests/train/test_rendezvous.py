@@ -130,6 +130,18 @@ def test_ranks_that_agree_hold_to_rank_0(store: dist.Store) -> None:
     assert (found[0].run, found[0].hash, found[0].done, len(found[0].hosts)) == ("run-0", "abc", None, 2)
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_rank_0_knows_whether_a_run_begins_anew(store: dist.Store, fresh: bool) -> None:
+    ranks = [meeting(rank, 2) for rank in range(2)]
+    found = all_at_once(
+        [
+            lambda: ranks[0].meet("r", PARTS, None, fresh),
+            lambda: ranks[1].meet("r", PARTS, None, not fresh),
+        ]
+    )
+    assert [one.fresh for one in found if isinstance(one, Agreed)] == [fresh, fresh]
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_one_that_differs_ends_all_with_the_same_line_at_once(odd: int, store: dist.Store) -> None:
     ranks = [meeting(rank, 3, settings={"seed": 7 if rank == odd else 0}) for rank in range(3)]

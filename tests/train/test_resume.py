@@ -274,6 +274,28 @@ def test_fresh_begins_anew_and_removes_what_was_there(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_launch_begins_a_run_anew_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that queues its job again, and an agent that starts its ranks again, still say --fresh."""
+    interrupted(config(tmp_path), at=7)  # by a launch before, whose checkpoints do not count
+    monkeypatch.setenv("NORMSCALE_FRESH_SINCE", str(time.time_ns() // 1_000_000 + 1))
+    time.sleep(0.01)
+    starts: list[int] = []
+
+    def stop(step: int, steps: int, loss: float) -> None:
+        starts.append(step)
+        if len(starts) in (1, 5):
+            raise KeyboardInterrupt
+
+    for _ in range(2):  # the first time before there is a checkpoint of its own
+        with pytest.raises(KeyboardInterrupt):
+            run(config(tmp_path), fresh=True, on_step=stop)
+    run(config(tmp_path), fresh=True, on_step=stop)
+    assert starts == [1, 1, 2, 3, 4, *range(3, STEPS + 1)]
+    monkeypatch.setenv("NORMSCALE_FRESH_SINCE", str(time.time_ns() // 1_000_000 + 1))  # another launch
+    time.sleep(0.01)
+    assert not run(config(tmp_path), fresh=True, on_resume=lambda *_: pytest.fail("it went on")).skipped_existing
+
+
 def test_records_that_are_gone_are_not_gone_on_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     interrupted(config(tmp_path), at=5)
     (folder,) = tmp_path.iterdir()
