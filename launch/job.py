@@ -13,7 +13,7 @@ from launch.failures import Failure, first_of, signal_name
 from launch.hostfile import Host
 from launch.local import PREEMPTED, stops
 from launch.remote import Event, Remote
-from launch.supervise import STOPS, passed_on
+from launch.supervise import STOPS, heed, passed_on
 from launch.wire import BEAT_S, LOST_AFTER_S
 from normscale.arguments import debugging, to_stderr
 from normscale.errors import LaunchError
@@ -116,8 +116,7 @@ class Job:
 
     def run(self, tasks: Sequence[Task]) -> int:
         """Starts the tasks, one a host, and returns the exit code of the launch: the first failing rank's."""
-        for number in (*STOPS, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        heed(self._note)
         self._together = all(task.ranks for task in tasks)
         for remote, task in zip(self._remotes, tasks, strict=True):
             remote.labelled = not self._together and len(tasks) > 1

@@ -8,7 +8,7 @@ from types import FrameType
 
 from launch.command import Command
 from launch.failures import signal_name
-from launch.supervise import POLL_S, STOPS, Outcome, Supervised, passed_on
+from launch.supervise import POLL_S, STOPS, Outcome, Supervised, heed, passed_on
 from normscale.arguments import debugging, to_stderr
 
 GRACE_S = 20.0  # what survivors of a failure, or of a signal, have to end by themselves
@@ -24,9 +24,10 @@ def run(
 ) -> int:
     """Runs a command that starts several ranks, and returns its exit code: the first failing rank's.
 
-    SIGINT, SIGTERM and SIGHUP reach the ranks as SIGTERM (a second one ends them at once); what has not ended after
-    `grace_s` is killed, and when this returns no process of the launch is left but a sink that still replays records.
-    SIGUSR1, by which a scheduler tells of the end to come, is passed on alone. With `restarts`, what `command` starts
+    SIGINT, SIGTERM and SIGHUP reach the ranks as SIGTERM (a second one ends them at once), but for those that nohup or
+    a shell's `&` have us ignore; what has not ended after `grace_s` is killed, and when this returns no process of the
+    launch is left but a sink that still replays records. SIGUSR1, by which a scheduler tells of the end to come, is
+    passed on alone. With `restarts`, what `command` starts
     deals with ranks that fail. `first_rank` is that of this host.
     """
     noted: list[int] = []
@@ -51,8 +52,7 @@ def forward_signals(ranks: Supervised, noted: list[int]) -> None:
             ranks.signal(passed_on(number))
         noted.append(number)
 
-    for number in (*STOPS, signal.SIGUSR1):
-        signal.signal(number, forward)
+    heed(forward)
 
 
 def stops(noted: list[int]) -> list[int]:

@@ -26,7 +26,7 @@ from launch.pdsh_guard import put_guard
 from launch.processes import adopt_orphans, die_with_parent, end_descendants
 from launch.rank import MARK
 from launch.ssh import Place
-from launch.supervise import POLL_S, STOPS, Outcome, passed_on, pump
+from launch.supervise import POLL_S, Outcome, heed, passed_on, pump
 from normscale.arguments import to_stderr
 
 SSH_ARGS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
@@ -82,8 +82,7 @@ class PdshJob:
         ]
         for thread in pumps:
             thread.start()
-        for number in (*STOPS, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        heed(self._note)
         try:
             self._wait(process, process.stdin)
         finally:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from launch.command import Command
@@ -28,6 +29,16 @@ LONGEST = 1 << 16  # and how long it may get
 QUIET = {} if debugging() else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Below that, torch prints a stack of its own for each connection that ends; ranks say in a line what that means."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heed(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Has `handler` called for every signal that concerns a launch.
+
+    SIGHUP and SIGINT stay ignored where they were when we started: so nohup and a shell's `&` ask for it.
+    """
+    for number in (*STOPS, signal.SIGUSR1):
+        if number not in (signal.SIGHUP, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def passed_on(number: int) -> int:

@@ -1,6 +1,7 @@
 """Real ranks: what reaches them, what they answer, and that nothing is left of them."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -231,6 +232,27 @@ def test_ctrl_c_lets_the_ranks_write_a_checkpoint(tmp_path: Path):
     assert finish(process)[0] == 130
     assert_gone(ranks)
     assert sorted(path.name for path in tmp_path.glob("int*")) == ["int0", "int1"]
+
+
+def test_nohup_keeps_ranks_from_the_end_of_a_terminal(tmp_path: Path):
+    """And what a shell has started with `&` is not told of Ctrl-C."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    (tmp_path / "rank.py").write_text(RANK + "time.sleep(60)")
+    words = f"trap '' HUP INT; exec {sys.executable} {driver} {tmp_path}/rank.py {tmp_path}"
+    process = subprocess.Popen(
+        ["sh", "-c", words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+    )
+    ranks = pids(tmp_path)
+    time.sleep(0.3)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        process.send_signal(number)
+    time.sleep(1.0)
+    assert process.poll() is None
+    assert all(Path(f"/proc/{pid}").exists() for pid in ranks)
+    process.terminate()
+    assert process.wait(30) == 143
+    assert_gone(ranks)
 
 
 def test_a_launcher_that_is_killed_outright_takes_its_ranks_along(tmp_path: Path):

@@ -1,6 +1,7 @@
 """What ranks say, passed on line by line, and how a host's ranks ended."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from launch import supervise
 from launch.command import Command
-from launch.supervise import Supervised, pump
+from launch.supervise import Supervised, heed, pump
 
 
 def pumped(*pieces: bytes, pause_s: float = 0.05) -> list[bytes]:
@@ -80,6 +81,15 @@ def test_only_ranks_leave_a_status(ranks: bool, has: bytes):
 def test_usr1_does_not_end_what_starts_ranks():
     outcome, out, _ = ended("import os; os.kill(os.getpid(), 10); print('alive')", ranks=False)
     assert (outcome.exit_code, out) == (0, b"alive\n")
+
+
+def test_signals_that_are_ignored_stay_so_but_those_that_schedulers_send(monkeypatch: pytest.MonkeyPatch):
+    ignored = dict.fromkeys((signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM), signal.SIG_IGN)  # a batch script's
+    heeded: list[int] = []
+    monkeypatch.setattr(signal, "getsignal", lambda number: ignored.get(number, signal.SIG_DFL))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: heeded.append(number))
+    heed(lambda *_: None)
+    assert heeded == [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
 
 def test_what_a_rank_left_running_is_ended():
