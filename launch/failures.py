@@ -61,7 +61,7 @@ def of_exit(rank: int, code: int) -> Failure:
 
 def first_failure(folder: Path) -> Failure | None:
     """Returns the earliest failure that the ranks left a status of; rank 0's where it failed for the same reason."""
-    return first_of(_statuses(folder))
+    return first_of(failures_in(folder))
 
 
 def first_of(failures: Iterable[Failure]) -> Failure | None:
@@ -82,7 +82,8 @@ def left_status(folder: Path, rank: int) -> bool:
     return (folder / f"rank{rank}.status").exists()
 
 
-def _statuses(folder: Path) -> list[Failure]:
+def failures_in(folder: Path) -> list[Failure]:
+    """Returns the failures that the ranks left a status of, each rank its newest."""
     found = []
     for path in folder.glob("rank*.status"):
         status = json.loads(path.read_text(encoding="utf-8"))

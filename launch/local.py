@@ -27,8 +27,8 @@ def run(
     SIGINT, SIGTERM and SIGHUP reach the ranks as SIGTERM (a second one ends them at once), but for those that nohup or
     a shell's `&` have us ignore; what has not ended after `grace_s` is killed, and when this returns no process of the
     launch is left but a sink that still replays records. SIGUSR1, by which a scheduler tells of the end to come, is
-    passed on alone. With `restarts`, what `command` starts
-    deals with ranks that fail. `first_rank` is that of this host.
+    passed on alone. With `restarts`, what `command` starts deals with ranks that fail, until a signal was passed on.
+    `first_rank` is that of this host.
     """
     noted: list[int] = []
     ranks = Supervised(command, _say, first_rank=first_rank)
@@ -83,8 +83,11 @@ def report(outcome: Outcome, noted: list[int], what: str) -> int:
 
 
 def _wait(ranks: Supervised, noted: list[int], grace_s: float, restarts: bool) -> None:
+    before = ranks.ends()
     while not ranks.poll():
-        if len(stops(noted)) > 1:
+        before = before if noted else ranks.ends()
+        # Ranks that end because they were told to are not to be started again.
+        if len(stops(noted)) > 1 or (restarts and noted and ranks.ends() != before):
             ranks.end_within(0.0)
         elif stops(noted) or (not restarts and ranks.failure()):
             ranks.end_within(grace_s)

@@ -55,6 +55,10 @@ class AgentNoise:
         passed, self.held = self.held, []
         return passed
 
+    def failures(self) -> int:
+        """Returns how many ranks the agent has seen fail."""
+        return sum(AGENT_FAILURE.search(line) is not None for line in self.dropped)
+
     def failure(self) -> Failure | None:
         """Returns the first failed rank as the agent saw it, for ranks that left no status."""
         for line in self.dropped:

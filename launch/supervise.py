@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO
 
 from launch.command import Command
-from launch.failures import Failure, first_failure, left_status
+from launch.failures import Failure, failures_in, first_failure, left_status
 from launch.noise import AgentNoise
 from launch.processes import adopt_orphans, children, die_with_parent, end_descendants, send
 from normscale.arguments import debugging
@@ -107,6 +107,11 @@ class Supervised:
     def failure(self) -> Failure | None:
         """Returns the first failure that a rank has left a status of so far."""
         return first_failure(self.folder)
+
+    def ends(self) -> tuple[object, ...]:
+        """Returns something that is another once a further rank has ended other than well, as it or its agent tells."""
+        told = sorted((failure.rank, failure.t) for failure in failures_in(self.folder))
+        return (*told, self._noise.failures())
 
     def signal(self, number: int) -> None:
         """Passes a signal on to the ranks; while there are none yet, to what starts them.

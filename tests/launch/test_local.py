@@ -255,6 +255,56 @@ def test_nohup_keeps_ranks_from_the_end_of_a_terminal(tmp_path: Path):
     assert_gone(ranks)
 
 
+ELASTIC = """
+import sys
+from launch import local, torchrun
+elastic = torchrun.Elastic(f"localhost:{sys.argv[2]}", nproc=2, max_restarts=3)
+command = elastic.command(sys.argv[3:], "cpu", entry=(sys.argv[1],))
+sys.exit(local.run(command, 20.0, "torchrun", restarts=True))
+"""
+
+
+def start_elastic(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    script = tmp_path / "rank.py"
+    script.write_text(RANK + body)
+    words = [sys.executable, "-c", ELASTIC, str(script), port, str(tmp_path)]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "body"),
+    [
+        (signal.SIGTERM, "signal.signal(15, lambda *_: leave(143, 'stopped'))"),
+        (signal.SIGUSR1, "signal.signal(10, lambda *_: leave(143, 'stopped'))"),
+        (signal.SIGTERM, "signal.signal(15, signal.SIG_DFL)"),  # it comes before the ranks are ready
+    ],
+)
+def test_ranks_that_were_told_to_stop_are_not_started_again(tmp_path: Path, number: int, body: str):
+    process = start_elastic(tmp_path, f"{body}\nopen(f'{{folder}}/ready{{rank}}', 'w')\ntime.sleep(60)")
+    ranks = pids(tmp_path)
+    while len(list(tmp_path.glob("ready*"))) < 2:
+        time.sleep(0.05)
+    begun = time.monotonic()
+    process.send_signal(number)
+    assert finish(process)[0] == 143
+    assert time.monotonic() - begun < 15  # and not the time for a checkpoint (20 s), or for ever
+    assert_gone(ranks)
+
+
+def test_ranks_that_fail_are_started_again(tmp_path: Path):
+    body = """
+once = f"{folder}/once"
+if rank == "0" and not os.path.exists(once):
+    open(once, "w")
+    leave(1, "once")
+leave(0, "")"""
+    code, _, err = finish(start_elastic(tmp_path, body))
+    assert (code, len(pids(tmp_path, 4))) == (0, 4), err
+
+
 def test_a_launcher_that_is_killed_outright_takes_its_ranks_along(tmp_path: Path):
     process = start(tmp_path, "time.sleep(60)")
     ranks = pids(tmp_path)
