@@ -163,7 +163,7 @@ launch-slurm: $(STAMP) ## the same as a job of Slurm (NODES=1 GPUS=a node TIME= 
 	    $(call with,--partition,PARTITION) $(call if_given,--nproc,NPROC) $(call if_given,--port,PORT) $(to_train)
 
 .PHONY: launch-torchrun
-launch-torchrun: $(STAMP) ## this host's ranks of an elastic launch, to be typed on each host (RDZV=host:port NNODES=1 or MIN:MAX)
+launch-torchrun: $(STAMP) ## this host's ranks of several hosts', to be typed on each of them (RDZV=host:port NNODES=1 NPROC=1)
 	@$(PY) -m launch torchrun $(call with,--rdzv,RDZV) --nnodes $(call quoted,NNODES) --nproc $(call quoted,NPROC) $(to_train)
 
 .PHONY: doctor

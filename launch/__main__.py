@@ -137,7 +137,7 @@ def _torchrun(options: argparse.Namespace, args: list[str]) -> int:
         return 0
     config = check_config(args, elastic.world())
     if not options.task or node == 0:
-        say_start(config, f"{options.nproc} of {elastic.world() or 'an open number of'} ranks")
+        say_start(config, f"{options.nproc} of {elastic.world()} ranks")
     if planned_in(os.environ) is None:
         rendered = rendered.with_plan(args, elastic.world())
     first_rank = 0 if node is None else node * options.nproc

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     _ssh(_launcher(launchers, "ssh", "ranks on the hosts of a hostfile, over ssh", GRACE_S))
     _deepspeed(_launcher(launchers, "deepspeed", "the same through DeepSpeed's launcher and pdsh", GRACE_S))
     _slurm(_launcher(launchers, "slurm", "a batch job of Slurm", 90.0))
-    _torchrun(_launcher(launchers, "torchrun", "this host's ranks of an elastic rendezvous", GRACE_S))
+    _torchrun(_launcher(launchers, "torchrun", "this host's ranks of several hosts', typed on each", GRACE_S))
     launchers.add_parser("doctor", help="checks hosts before training (has its own --help)", add_help=False)
     return top
 
@@ -106,9 +106,9 @@ def _slurm(one: argparse.ArgumentParser) -> None:
 
 def _torchrun(one: argparse.ArgumentParser) -> None:
     one.add_argument("--rdzv", metavar="HOST:PORT", help="where the hosts meet: the same on each")
-    one.add_argument("--nnodes", default="1", metavar="N|MIN:MAX", help="number of hosts (default 1)")
+    one.add_argument("--nnodes", default="1", metavar="N", help="number of hosts (default 1)")
     one.add_argument("--nproc", type=whole, default=1, metavar="N", help="ranks of this host (default 1)")
-    one.add_argument("--node", metavar="K", help="number of this host, for a fixed number; slurm: as Slurm says")
+    one.add_argument("--node", metavar="K", help="number of this host, from 0; slurm: as Slurm says")
     one.add_argument("--task", action="store_true", help=argparse.SUPPRESS)  # of a batch job: see launch/task.py
     one.add_argument("--rdzv-id", default="normscale", metavar="ID", help="name of this rendezvous, the same on each")
     one.add_argument("--max-restarts", type=whole, default=0, metavar="N", help="new starts of all ranks (default 0)")

@@ -1,4 +1,4 @@
-"""The commands of torchrun: ranks of one host of several, at a fixed place or by elastic rendezvous."""
+"""The commands of torchrun: ranks of one host of several, at a fixed place or by a rendezvous."""
 
 import os
 import re
@@ -22,12 +22,11 @@ from normscale.planned import SINCE, VARIABLE, fresh_since
 
 TORCHRUN = ("-m", "torch.distributed.run")
 _END_POINT = re.compile(r"(?P<host>[^\s:]+|\[[^\s\]]+\]):(?P<port>\d{1,5})")
-_NODES = re.compile(r"(?P<least>\d{1,6})(:(?P<most>\d{1,6}))?")
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """An elastic rendezvous: `nnodes` is N, or MIN:MAX hosts; they meet at `rdzv`, HOST:PORT."""
+    """A rendezvous of `nnodes` hosts at `rdzv`, HOST:PORT, whose agents may start ranks that failed again."""
 
     rdzv: str
     nnodes: str = "1"
@@ -35,10 +34,9 @@ class Elastic:
     rdzv_id: str = "normscale"
     max_restarts: int = 0
 
-    def world(self) -> int | None:
-        """Returns the number of ranks, or None where it depends on who comes."""
-        least, most = nodes(self.nnodes)
-        return least * self.nproc if least == most else None
+    def world(self) -> int:
+        """Returns the number of ranks."""
+        return nodes(self.nnodes) * self.nproc
 
     def command(
         self,
@@ -57,23 +55,22 @@ class Elastic:
         if not place:
             raise LaunchError(f"--rdzv {self.rdzv}: not HOST:PORT; name the first host and a free port, e.g. n1:29500")
         check_port_number(int(place["port"]), f"--rdzv {self.rdzv}")
-        nodes(self.nnodes)
+        count = nodes(self.nnodes)
         if not self.rdzv_id.strip():
             raise LaunchError("--rdzv-id: it is empty; give a name, the same on each host")
         check_ranks(self.nproc)
         if self.max_restarts < 0:
             raise LaunchError(f"--max-restarts {self.max_restarts}: give 0 or more")
         if node is not None:
-            least, most = nodes(self.nnodes)
-            if least != most or not 0 <= node < most:
+            if not 0 <= node < count:
                 raise LaunchError(f"--node {node}: not one of --nnodes {self.nnodes}, of which the first is 0")
             master = (place["host"].strip("[]"), int(place["port"]))
-            argv = static(args, nnodes=most, node=node, nproc=self.nproc, master=master, entry=entry)
+            argv = static(args, nnodes=count, node=node, nproc=self.nproc, master=master, entry=entry)
             return here(argv, self.nproc, device, environ)
         argv = (
-            *(sys.executable, *TORCHRUN, "--nnodes", self.nnodes, "--nproc-per-node", str(self.nproc)),
+            *(sys.executable, *TORCHRUN, "--nnodes", str(count), "--nproc-per-node", str(self.nproc)),
             *("--rdzv-backend", "c10d", "--rdzv-id", self.rdzv_id, "--rdzv-endpoint", self.rdzv),
-            *("--rdzv-conf", "last_call_timeout=5", "--max-restarts", str(self.max_restarts)),
+            *("--max-restarts", str(self.max_restarts)),
             *(*entry, *args),
         )
         rendered = here(argv, self.nproc, device, environ)
@@ -104,29 +101,26 @@ def node_number(word: str | None, environ: Mapping[str, str]) -> int | None:
     return int(given)
 
 
-def nodes(word: str) -> tuple[int, int]:
-    """Returns the least and the largest number of hosts that a word stands for.
+def nodes(word: str) -> int:
+    """Returns the number of hosts that a word stands for.
 
     Raises:
-        LaunchError: it is neither N nor MIN:MAX.
+        LaunchError: it is none. MIN:MAX, which torchrun would take, is refused: a run goes on with as many ranks alone
+            as it was begun with.
     """
-    found = _NODES.fullmatch(word)
-    least = int(found["least"]) if found else 0
-    most = int(found["most"] or least) if found else 0
-    if not 1 <= least <= most:
-        raise LaunchError(f"--nnodes {word}: not a number of hosts; give N, or MIN:MAX as in 1:4")
-    return least, most
+    if re.fullmatch(r"\d{1,6}", word) and int(word) > 0:
+        return int(word)
+    why = "a run has the same number of ranks from its beginning to its end" if ":" in word else "not a number of hosts"
+    raise LaunchError(f"--nnodes {word}: {why}; give one number (NNODES=)")
 
 
 def part_words(nnodes: str, node: int | None) -> list[str]:
     """Returns the words by which this host runs its part of a claim; the first one also judges.
 
     Raises:
-        LaunchError: the parts are not a fixed number, or this host's is not known.
+        LaunchError: this host's part is not known.
     """
-    least, most = nodes(nnodes)
-    if least != most:
-        raise LaunchError(f"--nnodes {nnodes}: a claim is cut into a fixed number of parts; give one number (NNODES=)")
+    most = nodes(nnodes)
     if most == 1 and node in (None, 0):
         return []
     if node is None:

@@ -17,7 +17,7 @@ DEVICE = "NORMSCALE_DEVICE"  # "cuda" where ranks are to compute on GPUs or not 
 
 @dataclass(frozen=True)
 class Planned:
-    """The launch as it was planned; what is None was left open (how many ranks an elastic launch has, say)."""
+    """The launch as it was planned; what is None was left open (the hosts of a batch job, say)."""
 
     world: int | None
     hosts: tuple[str, ...] | None

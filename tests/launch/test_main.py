@@ -31,7 +31,10 @@ QUICK = str(ACCELERATE_CONFIGS.parent / "train" / "quick.yaml")
         (["ssh", "--from-make", "--", "x"], "OPTIONS: there is a -- in it"),
         (["deepspeed", "--", QUICK], "--hostfile: none is given"),
         (["deepspeed", "--claim", "depth-ablation"], "--hostfile: none is given"),
-        (["torchrun", "--claim", "depth-ablation", "--nnodes", "1:2"], "--nnodes 1:2: a claim is cut into a fixed"),
+        (
+            ["torchrun", "--claim", "depth-ablation", "--nnodes", "1:2"],
+            "--nnodes 1:2: a run has the same number of ranks from ",
+        ),
         (["torchrun", "--claim", "depth-ablation", "--nproc", "2"], "--workers N"),
         (["torchrun", "--", QUICK], "--rdzv: none is given"),
         (["torchrun", "--rdzv", "here", "--", QUICK], "--rdzv here: not HOST:PORT"),

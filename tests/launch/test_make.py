@@ -82,7 +82,7 @@ def test_options_reach_their_launcher(tmp_path: Path):
     out = make(tmp_path, "launch-slurm", "NODES=3", "GPUS=2", "TIME=2:00:00", "PARTITION=big").stdout
     for line in ("--nodes=3", "--gres=gpu:2", "--time=2:00:00", "--partition=big"):
         assert f"#SBATCH {line}\n" in out
-    assert "--nnodes 1:4 " in make(tmp_path, "launch-torchrun", "NNODES=1:4").stdout
+    assert "--nnodes 4 " in make(tmp_path, "launch-torchrun", "NNODES=4").stdout
     assert len(make(tmp_path, "launch-ssh", "OPTIONS=--include n1").stdout.splitlines()) == 1
     assert "--num_processes 3 " in make(tmp_path, "launch", "NPROC=3").stdout
 

@@ -67,7 +67,7 @@ def test_a_difference_is_named_with_rank_host_and_values(
 def test_all_alike_differ_in_nothing() -> None:
     everyone = [facts(rank) for rank in range(4)]
     assert difference(everyone, PLAN) is None
-    assert difference(everyone, Planned(None, None, "w0", "c0")) is None  # an elastic launch leaves both open
+    assert difference(everyone, Planned(None, None, "w0", "c0")) is None  # both are open
     assert difference(everyone, None) is None
     assert other_hosts(everyone, PLAN) is None
 
