@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from normscale.config.schema import RunConfig
+from normscale.errors import LaunchError
 from normscale.schemes import Weight, registry
 from normscale.tracking.reader import RunRecord, read_run
 from normscale.tracking.spool import SpoolWriter
@@ -28,6 +29,7 @@ from normscale.train import checkpoint as checkpoint_module
 from normscale.train.loop import Trainer
 from normscale.train.run import RunResult, run
 from normscale.train.session import Session
+from normscale.train.worlds import check_same_world
 from tests.train.test_faults import backward_fault
 from tests.train.test_scheme_hooks import Guest
 
@@ -272,6 +274,27 @@ def test_fresh_begins_anew_and_removes_what_was_there(tmp_path: Path) -> None:
     assert read_run(result.run_dir).first_attempt == 2
     run(config(tmp_path, every=0), fresh=True)
     assert list(folder.iterdir()) == []
+
+
+def test_another_number_of_threads_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(ROOT / "configs/train/quick.yaml")]
+    threads = torch.get_num_threads()
+    interrupted(config(tmp_path), at=5)
+    (folder,) = tmp_path.iterdir()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 2)
+    says = f"left a checkpoint of step 4, and this start has {threads + 2}; set OMP_NUM_THREADS={threads} to go on"
+    with pytest.raises(LaunchError, match=f"{folder}: {threads} threads? began this run and {says} with it, or give"):
+        run(config(tmp_path), words=words)
+    monkeypatch.setenv("RANK", "1")  # of several, whose own threads do not count
+    check_same_world(config(tmp_path), tmp_path / "none")
+    monkeypatch.delenv("RANK")
+    assert list(tmp_path.iterdir()) == [folder]
+    other = run(config(tmp_path), words=words, fresh=True)
+    assert other.run_dir != folder
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert run(config(tmp_path), words=words).run_dir == folder
 
 
 def test_a_launch_begins_a_run_anew_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
