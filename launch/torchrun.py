@@ -21,6 +21,7 @@ from normscale.errors import LaunchError
 from normscale.planned import SINCE, VARIABLE, fresh_since
 
 TORCHRUN = ("-m", "torch.distributed.run")
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _END_POINT = re.compile(r"(?P<host>[^\s:]+|\[[^\s\]]+\]):(?P<port>\d{1,5})")
 
 
@@ -74,7 +75,9 @@ class Elastic:
             *(*entry, *args),
         )
         rendered = here(argv, self.nproc, device, environ)
-        again = fresh_since(args) if self.max_restarts else {}
+        # Agents would keep one store for their ranks, and count restarts each for itself: ranks of two hosts would look
+        # for each other in different places of it. So rank 0 holds a store, which is new at each start.
+        again = {OWN_STORE: "1", **fresh_since(args)} if self.max_restarts else {}
         return replace(rendered, sets=rendered.sets | again)
 
 

@@ -164,9 +164,10 @@ class Meeting:
                 f" ({_short(error)}); is rank 0 started, the name right and the port free and open? ask make doctor",
                 self.rank,
             ) from None
-        # Agents keep their store when they start their ranks again.
+        # An agent keeps its store when it starts its ranks again. It counts starts for itself, so that with several
+        # agents the store had better be rank 0's, which is new each time (launch/torchrun.py).
         start = [environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-        return PrefixStore("/".join(["normscale", *start]), store)
+        return PrefixStore("/".join(["normscale", *start] if agent else ["normscale"]), store)
 
     def _judged(self, store: Store, mine: Facts) -> dict[str, Any]:
         if store.add(f"there{self.rank}", 1) > 1:

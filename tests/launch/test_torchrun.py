@@ -17,7 +17,8 @@ PYTHON = shlex.quote(sys.executable)
 def test_a_rendezvous_is_the_same_on_every_host():
     elastic = Elastic("n1:29500", "4", 2, "job7", 3)
     assert elastic.command(["c.yaml", "name=a b"], "cpu", {"OMP_NUM_THREADS": "1"}).shell() == (
-        f"OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true {PYTHON} -m torch.distributed.run --nnodes 4 --nproc-per-node 2 "
+        "OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+        f"{PYTHON} -m torch.distributed.run --nnodes 4 --nproc-per-node 2 "
         "--rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint n1:29500 "
         "--max-restarts 3 -m normscale train c.yaml 'name=a b'"
     )
