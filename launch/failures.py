@@ -2,6 +2,7 @@
 
 import json
 import signal
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +81,17 @@ def first_of(failures: Iterable[Failure]) -> Failure | None:
 def left_status(folder: Path, rank: int) -> bool:
     """Returns whether a rank came as far as to leave its exit code."""
     return (folder / f"rank{rank}.status").exists()
+
+
+def could_not_tell(folder: Path) -> str | None:
+    """Returns why a rank of a folder without a status could not leave one, None where it could have."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "no space was left" if any(folder.glob("rank*.part")) else None
 
 
 def failures_in(folder: Path) -> list[Failure]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.command import CLAIM, ENTRY, threads
+from launch.failures import could_not_tell
 from launch.processes import adopt_orphans, die_with_parent, end_descendants
 
 MARK = b"\x1enormscale-rank "
@@ -83,7 +84,10 @@ def _watched(command: Sequence[str], env: Mapping[str, str], number: int) -> int
         end_descendants(ENDING_S)
         code = rank.wait()
         path = Path(folder, f"rank{number}.status")  # parts of a claim leave none
-        _tell(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rank": number, "code": code})
+        told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rank": number, "code": code}
+        if code == 0 and not path.exists() and could_not_tell(Path(folder)):
+            told = {"rank": number, "exit_code": 0, "error": ""}
+        _tell(told)
     return code if code >= 0 else 128 - code
 
 

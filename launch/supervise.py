@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO
 
 from launch.command import Command
-from launch.failures import Failure, failures_in, first_failure, left_status
+from launch.failures import Failure, could_not_tell, failures_in, first_failure, left_status
 from launch.noise import AgentNoise
 from launch.processes import adopt_orphans, children, die_with_parent, end_descendants, send
 from normscale.arguments import debugging
@@ -73,7 +73,7 @@ class Supervised:
         adopt_orphans()  # ranks whose agent died become our children instead of getting away
         self._folder = tempfile.TemporaryDirectory(prefix="normscale-launch-")
         self.folder = Path(self._folder.name)
-        self._noise = AgentNoise(first_rank)
+        self._noise, self._say = AgentNoise(first_rank), say
         self._deadline: float | None = None
         self._ranks = ranks
         status = {"NORMSCALE_STATUS_DIR": self._folder.name} if ranks else {}
@@ -144,8 +144,13 @@ class Supervised:
 
     def _silent(self) -> Failure | None:
         """Returns a failure where no rank has said how it ended: an exit code of 0 alone does not mean trained."""
-        said = not self._ranks or any(self.folder.glob("rank*.status"))
-        return None if said else Failure(self._noise.first_rank, 1, "ended without a word")
+        if not self._ranks or any(self.folder.glob("rank*.status")):
+            return None
+        if (why := could_not_tell(self.folder)) is None:
+            return Failure(self._noise.first_rank, 1, "ended without a word")
+        line = f"{self.folder.parent}: ranks could not leave word of their end there ({why}); their exit code was 0"
+        self._say(f"normscale: {line}; free some space, or set TMPDIR\n".encode())
+        return None
 
     def forget(self) -> None:
         """Removes what was kept of the ranks, for whom nobody asks any more."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.failures import Failure, first_failure, first_of, of_exit
+from launch.failures import Failure, could_not_tell, first_failure, first_of, of_exit
 from normscale.arguments import LOST_RANK
 
 
@@ -24,6 +24,14 @@ def test_what_all_ranks_met_is_rank_0_s_to_say(tmp_path: Path):
     for rank, t in ((0, 300), (1, 200)):
         status(tmp_path, rank, 2, "same", t)
     assert first_failure(tmp_path) == Failure(0, 2, "same")
+
+
+def test_why_a_rank_could_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert could_not_tell(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    assert could_not_tell(tmp_path / "gone") == "No such file or directory"
+    (tmp_path / "rank3.part").touch()
+    assert could_not_tell(tmp_path) == "no space was left"
 
 
 @pytest.mark.parametrize(

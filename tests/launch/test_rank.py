@@ -79,6 +79,19 @@ def test_how_it_ended_is_told(tmp_path: Path):
     assert (status["rank"], status["code"]) == (1, 3)
 
 
+# What a full disk leaves of a status.
+FULL = "import os; open(os.environ['NORMSCALE_STATUS_DIR'] + '/rank1.part', 'w')\n"
+
+
+def test_a_status_that_a_full_disk_swallowed_is_not_a_failure(tmp_path: Path):
+    process = start(tmp_path, FULL, [])
+    assert process.wait(30) == 0
+    assert told(process.communicate()[1]) == {"rank": 1, "exit_code": 0, "error": ""}
+    process = start(tmp_path, FULL + "exit(3)", [])
+    assert process.wait(30) == 3
+    assert told(process.communicate()[1])["code"] == 3
+
+
 def test_a_killed_rank_is_told_as_such(tmp_path: Path):
     process = start(tmp_path, WAIT, [str(tmp_path / "pid")])
     os.kill(started(tmp_path / "pid"), signal.SIGKILL)

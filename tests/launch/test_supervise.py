@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 
@@ -64,6 +65,13 @@ def test_exit_code_0_of_ranks_counts_only_with_their_word():
     outcome, _, _ = ended("")
     assert outcome.failure is not None
     assert (outcome.exit_code, outcome.failure.error) == (1, "ended without a word")
+
+
+def test_a_status_that_a_full_disk_swallowed_is_not_a_failure():
+    outcome, _, err = ended("import os; open(os.environ['NORMSCALE_STATUS_DIR'] + '/rank0.part', 'w')")
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    says = "ranks could not leave word of their end there (no space was left); their exit code was 0"
+    assert err == f"normscale: {tempfile.gettempdir()}: {says}; free some space, or set TMPDIR\n".encode()
 
 
 def test_a_line_without_end_is_passed_on_in_pieces():
