@@ -140,7 +140,7 @@ def _torchrun(options: argparse.Namespace, args: list[str]) -> int:
         say_start(config, f"{options.nproc} of {elastic.world()} ranks")
     if planned_in(os.environ) is None:
         rendered = rendered.with_plan(args, elastic.world())
-    first_rank = 0 if node is None else node * options.nproc
+    first_rank = None if node is None else node * options.nproc
     restarts = options.max_restarts > 0
     return local.run(rendered, options.grace, "torchrun", restarts=restarts, first_rank=first_rank)
 

@@ -20,7 +20,7 @@ def run(
     grace_s: float = GRACE_S,
     what: str = "accelerate launch",
     restarts: bool = False,
-    first_rank: int = 0,
+    first_rank: int | None = 0,
 ) -> int:
     """Runs a command that starts several ranks, and returns its exit code: the first failing rank's.
 
@@ -28,7 +28,7 @@ def run(
     a shell's `&` have us ignore; what has not ended after `grace_s` is killed, and when this returns no process of the
     launch is left but a sink that still replays records. SIGUSR1, by which a scheduler tells of the end to come, is
     passed on alone. With `restarts`, what `command` starts deals with ranks that fail, until a signal was passed on.
-    `first_rank` is that of this host.
+    `first_rank` is that of this host, None where only the ranks will know it.
     """
     noted: list[int] = []
     ranks = Supervised(command, _say, first_rank=first_rank)

@@ -59,7 +59,7 @@ class Supervised:
     """A command that starts ranks, in a session of its own. Make it and poll it in the main thread."""
 
     def __init__(
-        self, command: Command, say: Say, say_out: Say | None = None, first_rank: int = 0, ranks: bool = True
+        self, command: Command, say: Say, say_out: Say | None = None, first_rank: int | None = 0, ranks: bool = True
     ) -> None:
         """Starts the command.
 
@@ -67,13 +67,14 @@ class Supervised:
             command: what starts the ranks, its direct children.
             say: gets what the ranks write on stderr, without the agent's noise.
             say_out: gets what they write on stdout; without it they share ours, and our stdin.
-            first_rank: number of the first rank of this host.
+            first_rank: number of the first rank of this host; None: it is what the ranks find in their environment.
             ranks: whether it starts ranks; without, it is one process that looks after what it starts (a claim).
         """
         adopt_orphans()  # ranks whose agent died become our children instead of getting away
         self._folder = tempfile.TemporaryDirectory(prefix="normscale-launch-")
         self.folder = Path(self._folder.name)
-        self._noise, self._say = AgentNoise(first_rank), say
+        self._noise, self._say = AgentNoise(first_rank or 0), say
+        self._numbered = first_rank is not None
         self._deadline: float | None = None
         self._ranks = ranks
         status = {"NORMSCALE_STATUS_DIR": self._folder.name} if ranks else {}
@@ -100,6 +101,8 @@ class Supervised:
         """Returns whether the ranks have ended; kills them when their time is over."""
         if self.process.poll() is not None:
             return True
+        if not self._numbered and (first := _first_rank(children(self.process.pid))) is not None:
+            self._noise.first_rank, self._numbered = first, True
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.process.kill()
         return False
@@ -161,6 +164,16 @@ class Supervised:
         while line := stream.readline(LONGEST):
             say(b"".join(self._noise.feed(line)))
         say(b"".join(self._noise.flush()))
+
+
+def _first_rank(pids: list[int]) -> int | None:
+    """Returns the number of the first rank of this host, as one of these processes has it; None: none is a rank."""
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            environ = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+            return int(environ[b"RANK"]) - int(environ[b"LOCAL_RANK"])
+    return None
 
 
 def pump(stream: IO[bytes], say: Say) -> None:

@@ -6,11 +6,13 @@ import sys
 import tempfile
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from launch import supervise
 from launch.command import Command
+from launch.failures import Failure
 from launch.supervise import Supervised, heed, pump
 
 
@@ -44,7 +46,7 @@ def test_a_line_may_get_long_but_not_endless(monkeypatch: pytest.MonkeyPatch):
     assert len(pumped(b"12345", b"6", b"789")) > 1
 
 
-def ended(code: str, **kinds: bool) -> tuple[supervise.Outcome, bytes, bytes]:
+def ended(code: str, **kinds: Any) -> tuple[supervise.Outcome, bytes, bytes]:
     out, err = [], []
     command = Command((sys.executable, "-c", code))
     ranks = Supervised(command, err.append, out.append, **kinds)
@@ -72,6 +74,21 @@ def test_a_status_that_a_full_disk_swallowed_is_not_a_failure():
     assert (outcome.exit_code, outcome.failure) == (0, None)
     says = "ranks could not leave word of their end there (no space was left); their exit code was 0"
     assert err == f"normscale: {tempfile.gettempdir()}: {says}; free some space, or set TMPDIR\n".encode()
+
+
+def test_a_rank_that_says_nothing_has_its_number_from_its_environment():
+    """Where the hosts number themselves only as they meet, the first rank of this one may be any."""
+    rank = "import time; time.sleep(1.5)"
+    line = "E1129 16:22:31.176000 7179 x/torch/distributed/elastic/multiprocessing/api.py:1002]"
+    code = f"""
+import os, subprocess, sys
+own = [{{"RANK": str(4 + local), "LOCAL_RANK": str(local)}} for local in (0, 1)]
+ranks = [subprocess.Popen([sys.executable, "-c", {rank!r}], env=env) for env in own]
+[rank.wait() for rank in ranks]
+print("{line} failed (exitcode: 3) local_rank: 1 (pid: 7) of binary: p", file=sys.stderr)
+sys.exit(1)
+"""
+    assert ended(code, first_rank=None)[0].failure == Failure(5, 3, "ended with exit code 3")
 
 
 def test_a_line_without_end_is_passed_on_in_pieces():
