@@ -38,6 +38,7 @@ from normscale.train.engines.engine import Engine
 FORMAT = 2  # 1: without the engine's name, and before there were parts of weights
 FOLDER, INDEX, COMPLETE = "checkpoints", "index.json", "complete"
 PART = ".part"
+DESCRIBED = ".described"  # of each rank's file, for rank 0, until the index holds it
 OWN = "own"
 
 State = Mapping[str, Any]
@@ -165,12 +166,16 @@ class Checkpoints:
         path = part / f"rank{self.engine.rank}.safetensors"
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
         _sync(path)
+        path.with_suffix(DESCRIBED).write_text(json.dumps(_described(path)))  # by each rank at once: it takes its time
 
     def _finish(self, part: Path, index: dict[str, Any]) -> None:
-        """Describes the files of all ranks, marks the checkpoint as complete and gives it its name."""
+        """Gathers what the ranks say of their files, marks the checkpoint as complete and gives it its name."""
         step: int = index["step"]
-        names = [f"rank{rank}.safetensors" for rank in range(self.engine.world)]
-        index["files"] = {name: _described(part / name) for name in names}
+        index["files"] = {}
+        for rank in range(self.engine.world):
+            described = part / f"rank{rank}{DESCRIBED}"
+            index["files"][f"rank{rank}.safetensors"] = json.loads(described.read_bytes())
+            described.unlink()
         text = json.dumps(index, allow_nan=False, separators=(",", ":")).encode()
         for name, data in ((INDEX, text), (COMPLETE, hashlib.sha256(text).hexdigest().encode())):
             (part / name).write_bytes(data)

@@ -10,10 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -643,6 +644,56 @@ def test_a_folder_that_cannot_be_made_stops_nothing(
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert f"({tmp_path / ended.name / 'checkpoints'} is not a folder; move it away)" in error
+
+
+class Together:
+    """An engine of two ranks that are threads of this process."""
+
+    name, world = "ddp", 2
+
+    def __init__(self, rank: int, counted: list[int], barrier: threading.Barrier) -> None:
+        self.rank, self.counted, self.barrier = rank, counted, barrier
+
+    def count(self, number: int) -> int:
+        self.counted[self.rank] = number
+        self.barrier.wait(30)
+        total = sum(self.counted)
+        self.barrier.wait(30)
+        return total
+
+
+def test_each_rank_looks_at_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others would wait for rank 0 to read all that they have written."""
+    counted, barrier, real = [0, 0], threading.Barrier(2), checkpoint_module._hash
+    looked: set[tuple[str, str]] = set()
+
+    def noted(path: Path) -> str:
+        looked.add((threading.current_thread().name, path.name))
+        return real(path)
+
+    monkeypatch.setattr(checkpoint_module, "_hash", noted)
+    ranks = [
+        checkpoint_module.Checkpoints(tmp_path, "i", cast("Any", Together(rank, counted, barrier)), 1)
+        for rank in range(2)
+    ]
+    state = {"w": torch.ones(3), "own": {"r": torch.zeros(2)}}
+    threads = [
+        threading.Thread(target=ranks[rank].save, args=(2, 1, 2, state), name=f"rank{rank}") for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert looked == {("rank0", "rank0.safetensors"), ("rank1", "rank1.safetensors")}
+    step = tmp_path / "checkpoints" / "step-00000002"
+    assert sorted(p.name for p in step.iterdir()) == [
+        "complete",
+        "index.json",
+        "rank0.safetensors",
+        "rank1.safetensors",
+    ]
+    index = checkpoint_module.index_of(step)
+    assert [sorted(checkpoint_module.tensors_of(step, index, rank)) for rank in range(2)] == [["own/r", "w"], ["own/r"]]
 
 
 @pytest.mark.parametrize("name", ["save_file", "_sync", "_described", "replace"])
