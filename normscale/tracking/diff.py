@@ -1,87 +1,24 @@
-"""What sets two runs apart: configuration, where they ran, numbers, curves. What is the same is not said."""
+"""What sets two runs apart, on a terminal and for programs. What is the same is not said."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from normscale.config.sources import plain
+from normscale.tracking.compare import APART, SIGNED, Pair, differences, is_finite, same_results
 from normscale.tracking.draw import Look, log_span, resampled, span_of, sparkline
-from normscale.tracking.reader import RunRecord, at
-from normscale.tracking.record import PROBE_S
+from normscale.tracking.reader import RunRecord
 from normscale.tracking.show import points
 from normscale.tracking.spool import strict
 from normscale.tracking.text import number
 
-APART = 1e-6  # a relative difference from which two training losses are not the same
-COST = (
-    "seconds",
-    "thread_s",
-    "train_seconds",
-    "checkpoint_s",
-    "tokens_s",
-    "tflops_s",
-    "mfu",
-    "peak_flops",
-    "peak_memory_bytes",
-)
-"""Numbers that two starts of one run never share."""
-PLACES = ("identity", "environment", "data", "model", "backend", "precision_seen", "engine")
-POSITIONS = ("bad_step", "bad_layer")  # numbers of places, with no sense in shares
-SIGNED = ("gap", "spike", "spike_grad", "grad_slope")  # that are 0 or below as well: of these the difference is said
 PROFILES = {"stream_rms": "stream RMS", "grad_norm": "gradient"}
 SIDES = ("A", "B")
-
-Pair = tuple[Any, Any]
-
-
-def differences(a: RunRecord, b: RunRecord) -> dict[str, Any]:
-    """Returns what differs, by section; a section in which nothing differs is empty.
-
-    `config` and `place` hold pairs by dotted key; `numbers` and `cost` hold pairs and the relative difference, None
-    for numbers that may be 0 or below;
-    `training` tells where the training losses part; `profiles` names those whose last arrays are not the same.
-    """
-    sides = [_flat({key: at(record, key) for key in PLACES}) for record in (a, b)]
-    summaries = [record.summary | {"outcome": (record.end or {}).get("outcome")} for record in (a, b)]
-    numbers = _pairs(*summaries)
-    return {
-        "config": _pairs(*(_flat(at(record, "config") or {}) for record in (a, b))),
-        "place": _pairs(*sides),
-        "numbers": {
-            key: (*pair, None if key in (*POSITIONS, *SIGNED) else relative(*pair))
-            for key, pair in numbers.items()
-            if not _is_cost(key)
-        },
-        "cost": {key: (*pair, relative(*pair)) for key, pair in numbers.items() if _is_cost(key)},
-        "training": training(a, b),
-        "profiles": _profiles_apart(a, b),
-    }
-
-
-def training(a: RunRecord, b: RunRecord) -> dict[str, Any]:
-    """Returns how the training losses part: empty where they have the same steps and values."""
-    ours, theirs = dict(points(a, "loss_train")), dict(points(b, "loss_train"))
-    common = sorted(ours.keys() & theirs.keys())
-    apart = {step: _apart(ours[step], theirs[step]) for step in common}
-    if ours.keys() == theirs.keys() and not any(apart.values()):
-        return {}
-    first = next((step for step in common if apart[step] > APART), None)
-    most = max(common, key=lambda step: apart[step], default=None)
-    return {
-        "common": len(common),
-        "only": (len(ours) - len(common), len(theirs) - len(common)),
-        "first": first,
-        "first_losses": None if first is None else (ours[first], theirs[first]),
-        "largest": 0.0 if most is None else apart[most],
-        "largest_at": most,
-    }
-
-
-def relative(a: Any, b: Any) -> float | None:
-    """Returns (b - a) / |a|, None where one of them is no finite number or a is 0."""
-    return (b - a) / abs(a) if _is_finite(a) and _is_finite(b) and a else None
+MOST = 12  # series, and events, that one screen names; the JSON has all
+LEAST_CELL = 10  # columns of a value, below which how far the values are apart is not said
 
 
 def diff(a: RunRecord, b: RunRecord, look: Look) -> list[str]:
@@ -91,14 +28,18 @@ def diff(a: RunRecord, b: RunRecord, look: Look) -> list[str]:
     if a.run_dir.resolve() == b.run_dir.resolve():
         return [*lines, "", look.fit("these are one run: nothing differs")]
     if not any(found.values()):
-        return [*lines, "", look.fit("nothing differs: configuration, places, numbers and curves are the same")]
-    if not (found["numbers"] or found["training"] or found["profiles"]):
+        return [*lines, "", look.fit("nothing differs: configuration, places, numbers, curves and events are the same")]
+    if same_results(found):
         lines += ["", look.fit("the results are the same to the last digit")]
     for title, section in (("configuration", "config"), ("where it ran", "place")):
         lines += _table(title, found[section], look)
     for title, section in (("numbers", "numbers"), ("cost", "cost")):
         lines += _table(title, found[section], look)
-    return lines + _training(a, b, found["training"], look) + _profiles(a, b, found["profiles"], look)
+    for title in ("events", "attempts"):
+        pairs = found[title]
+        lines += _table(title, dict(list(pairs.items())[:MOST]), look) + _more(len(pairs), look)
+    lines += _training(a, b, found["training"], look) + _series(found["series"], look)
+    return lines + _profiles(a, b, found["profiles"], look)
 
 
 def as_json(a: RunRecord, b: RunRecord) -> dict[str, Any]:
@@ -115,10 +56,12 @@ def _table(title: str, pairs: Mapping[str, tuple[Any, ...]], look: Look) -> list
     """
     if not pairs:
         return []
-    shown = {key: (_said(pair[0]), _said(pair[1]), _moved(key, pair)) for key, pair in pairs.items()}
+    shown = {key: (*_both(pair[0], pair[1]), _moved(key, pair)) for key, pair in pairs.items()}
     keys = min(max(len(text) for text in (*pairs, title)), look.width // 2)
-    rest = look.width - keys - 4 - (14 if any(share for *_, share in shown.values()) else 0)
-    columns = [min(max([10, *(len(texts[i]) for texts in shown.values())]), rest // 2) for i in (0, 1)]
+    rest = look.width - keys - 4
+    shares = any(share for *_, share in shown.values()) and rest - 14 >= 2 * LEAST_CELL
+    rest -= 14 * shares
+    columns = [min(max([LEAST_CELL, *(len(texts[i]) for texts in shown.values())]), rest // 2) for i in (0, 1)]
     head = f"{title:<{keys}}  {SIDES[0]:<{columns[0]}}  {SIDES[1]}"
     lines = ["", look.paint(look.fit(head), "faint")]
     for key, (ours, theirs, share) in shown.items():
@@ -127,7 +70,7 @@ def _table(title: str, pairs: Mapping[str, tuple[Any, ...]], look: Look) -> list
         cells = [
             f"{plain(text, width):<{width}}" for text, width in zip((key, ours, theirs), (keys, *columns), strict=True)
         ]
-        lines.append(look.fit("  ".join([*cells, f"{share:>12}"]).rstrip()))
+        lines.append(look.fit("  ".join([*cells, f"{share:>12}" if shares else ""]).rstrip()))
     return lines
 
 
@@ -148,35 +91,56 @@ def _training(a: RunRecord, b: RunRecord, found: Mapping[str, Any], look: Look) 
     elif found["first"] is None:
         said = f"the same to a relative {APART:g} at all {found['common']} common steps"
     else:
-        ours, theirs = found["first_losses"]
         said = (
-            f"differs from step {found['first']} on ({number(ours, 7)} against {number(theirs, 7)}), "
+            f"differs from step {found['first']} on ({_against(found['first_losses'])}), "
             f"most at step {found['largest_at']} ({_percent(found['largest'])})"
         )
     lines = ["", look.paint(look.fit("training loss"), "faint"), look.fit(said)]
     return lines + _curves([("loss", curves)], look)
 
 
-def _profiles_apart(a: RunRecord, b: RunRecord) -> list[str]:
-    """Returns the names of the profiles whose last arrays differ, or that one run alone has."""
-    apart = []
-    for name in dict.fromkeys([*a.profiles, *b.profiles]):
-        pair = [record.profiles[name].data[-1] for record in (a, b) if name in record.profiles]
-        if len(pair) < 2 or not np.array_equal(pair[0], pair[1], equal_nan=True):
-            apart.append(name)
-    return apart
+def _series(found: Mapping[str, Mapping[str, Any]], look: Look) -> list[str]:
+    """Returns a line for each scalar but the training loss that differs: where first, and what the last values are."""
+    if not found:
+        return []
+    lines = ["", look.paint(look.fit("over steps"), "faint")]
+    differing = [(key, apart) for key, apart in found.items() if None not in apart["at_first"]]
+    for key, apart in differing[:MOST]:
+        said = f"first at step {apart['first']} ({_against(apart['at_first'])}), last {_against(apart['last'])}"
+        lines.append(look.fit(f"{plain(key, 32)}: {said}"))
+    lines += _more(len(differing), look)
+    rest = [plain(key, 32) for key, apart in found.items() if None in apart["at_first"]]
+    return lines + (_wrapped(f"at some steps in one run alone, else the same: {', '.join(rest)}", look) if rest else [])
 
 
-def _profiles(a: RunRecord, b: RunRecord, apart: Sequence[str], look: Look) -> list[str]:
-    """Returns the profiles over depth that differ, at the last measured step of each run."""
+def _wrapped(text: str, look: Look) -> list[str]:
+    return [look.fit(line) for line in textwrap.wrap(text, look.width)]
+
+
+def _more(count: int, look: Look) -> list[str]:
+    return [look.fit(f"and {count - MOST} more (--json has all)")] if count > MOST else []
+
+
+def _against(pair: Pair) -> str:
+    return " against ".join(_both(*pair, least=7))
+
+
+def _profiles(a: RunRecord, b: RunRecord, apart: Mapping[str, int], look: Look) -> list[str]:
+    """Returns which profiles over depth differ from which step on, and those of PROFILES at each run's last one."""
+    if not apart:
+        return []
+    steps = {step: [name for name in apart if apart[name] == step] for step in sorted({*apart.values()})}
+    said = "; ".join(f"from step {step} on: {', '.join(map(plain, names))}" for step, names in steps.items())
+    lines = ["", *_wrapped(f"profiles differ {said}", look)]
     groups = [
         (label, [record.profiles[name].data[-1] for record in (a, b)])
         for name, label in PROFILES.items()
         if name in apart and name in a.profiles and name in b.profiles
     ]
+    groups = [(label, pair) for label, pair in groups if not np.array_equal(pair[0], pair[1], equal_nan=True)]
     if not groups:
-        return []
-    return ["", look.paint(look.fit("over depth, at the last measured step"), "faint"), *_curves(groups, look)]
+        return lines
+    return [*lines, "", look.paint(look.fit("over depth, at the last measured step"), "faint"), *_curves(groups, look)]
 
 
 def _curves(groups: list[tuple[str, list[Any]]], look: Look) -> list[str]:
@@ -204,55 +168,27 @@ def _scaled(values: Any, scale: Callable[[Any], Any]) -> Any:
         return scale(np.asarray(values, dtype=float))
 
 
-def _apart(a: float, b: float) -> float:
-    """Returns the relative difference; infinite where one is not finite and the other is something else."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(b - a) / max(abs(a), abs(b))
+def _both(a: Any, b: Any, least: int = 6) -> tuple[str, str]:
+    """Returns two values as text: numbers with so many digits, or as many more as it takes to tell them apart."""
+    texts = [(_said(a, digits), _said(b, digits)) for digits in range(least, 18)]
+    if a == b:
+        return texts[0]
+    unlike = (repr(a), repr(b))  # where it is a text and a number, or two kinds of nothing
+    return next((pair for pair in texts if pair[0] != pair[1]), unlike)
 
 
-def _is_cost(key: str) -> bool:
-    return key in COST or key.endswith(PROBE_S)
-
-
-def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
-    """Returns the keys whose values differ, in the order of `a`."""
-    keys = dict.fromkeys([*a, *b])
-    return {key: (a.get(key), b.get(key)) for key in keys if not _same(a.get(key), b.get(key))}
-
-
-def _same(a: Any, b: Any) -> bool:
-    nans = [isinstance(x, float) and math.isnan(x) for x in (a, b)]
-    return all(nans) or (not any(nans) and bool(a == b))
-
-
-def _flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Returns a nested mapping by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, item in section.items():
-        name = f"{before}{key}"
-        flat |= _flat(item, f"{name}.") if isinstance(item, Mapping) and item else {name: item}
-    return flat
-
-
-def _said(item: Any) -> str:
+def _said(item: Any, digits: int = 6) -> str:
     if isinstance(item, int | float) and not isinstance(item, bool):
-        return number(item, 6)
+        return number(item, digits)
     return "-" if item in (None, "", [], {}) else str(item)
 
 
 def _moved(key: str, pair: tuple[Any, ...]) -> str:
     """Returns how far the second value is from the first, empty where that is not said."""
     a, b, share = (*pair, None)[:3]
-    if key in SIGNED and len(pair) > 2 and _is_finite(a) and _is_finite(b):
+    if key in SIGNED and len(pair) > 2 and is_finite(a) and is_finite(b):
         return f"{b - a:+.3g}"
     return "" if share is None else _percent(share, "+")
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _percent(share: float, sign: str = "") -> str:

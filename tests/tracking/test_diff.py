@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from normscale.cli import main
-from normscale.tracking.diff import as_json, diff, differences, relative
+from normscale.tracking.compare import differences, relative
+from normscale.tracking.diff import as_json, diff
 from normscale.tracking.draw import Look
 from normscale.tracking.reader import read_run
 from normscale.tracking.spool import SpoolWriter
