@@ -76,7 +76,8 @@ def _table(title: str, pairs: Mapping[str, tuple[Any, ...]], look: Look) -> list
 
 def _from_where_they_part(ours: str, theirs: str, width: int) -> tuple[str, str]:
     """Returns two texts without their common beginning where they would be cut before they differ."""
-    common = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), 0)
+    shorter = min(len(ours), len(theirs))  # of which the other may be a longer form
+    common = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
     if common < width - 4:
         return ours, theirs
     return tuple(f"...{text[common - 2 :]}" for text in (ours, theirs))  # type: ignore[return-value]

@@ -128,3 +128,22 @@ def test_a_run_that_goes_on_longer_is_the_same_as_far_as_both_go(tmp_path: Path)
     said = text(a, b)
     assert "at some steps in one run alone, else the same: user/x, user/y" in said
     assert "user/z: first at step 0 (1.5 against 2.5)" in said
+
+
+def test_values_are_told_apart_in_every_cell(tmp_path: Path) -> None:
+    """Of a long value and its beginning, of numbers that are the same to six digits, and of two kinds of nothing."""
+    pairs = {
+        "longer": ("a" * 60, "a" * 60 + "b"),
+        "number": (1.0, 1.0 + 1e-9),
+        "kind": (1, "1"),
+        "nothing": (None, []),
+    }
+    for name, side in (("a", 0), ("b", 1)):
+        with SpoolWriter(tmp_path / name, 1) as spool:
+            spool.start(run_id=name, config={key: pair[side] for key, pair in pairs.items()})
+    for width in (40, 100):
+        lines = diff(read_run(tmp_path / "a"), read_run(tmp_path / "b"), Look(width))
+        rows = {line.split()[0]: line.split()[1:] for line in lines if line}
+        for key in pairs:
+            ours, theirs = rows[key]
+            assert ours != theirs, key
