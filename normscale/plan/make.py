@@ -1,7 +1,7 @@
 """A plan: everything that is known of a run before it begins."""
 
+import bisect
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from normscale.config.deepspeed import native_bf16
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.config.sharing import check_divides
-from normscale.errors import BadInput
+from normscale.errors import BadInput, ConfigError
 from normscale.plan.engines import Memory, Option, Size, memory, name_of, options
 from normscale.plan.gpus import Gpu
 from normscale.plan.hours import Hours, hours_of, rate_of
@@ -113,19 +113,11 @@ def made(config: RunConfig, asked: Asked) -> Made:
     ends = sum(p.numel() for p in found.model.parameters()) - sum(blocks)
     momenta = 2 if train.optim.name == "adamw" else int(train.optim.momentum > 0)
     size = Size(total, max(blocks), ends, momenta, world)
-    micro = train.batch // (world * train.accumulate)
-    cached = _cached(name_of(config.engine, world))
-    evaluation = _evaluation(found, config, micro, cached)
-
-    @functools.cache
-    def both(cached: bool) -> dict[bool, Footprint]:
-        return {again: _pass(found, config, micro, again, cached) for again in (False, True)}
-
-    def passes_of(option: str) -> dict[bool, Footprint]:
-        return both(cached if config.precision.compute == "fp32" else _cached(option))  # fp32 is not cast
-
-    rows = [_row(option, found, config, size, micro, passes_of) for option in options(world)]
-    chosen = next(row for row in rows if row.name == name_of(config.engine, world))
+    engines = {option.name: option for option in options(world)}
+    own = engines[name_of(config.engine, world)]
+    traces = _Traces(found, config, world)
+    rows = [_row(option, config, size, traces) for option in engines.values()]
+    chosen = next(row for row in rows if row.name == own.name)
     flops = flops_per_step(config.model, vocab, train.batch)
     weight = 2 if config.engine.name == "deepspeed" and native_bf16(config) else 4
     wire = 2 if config.precision.reduce == "bf16" else 4
@@ -141,65 +133,86 @@ def made(config: RunConfig, asked: Asked) -> Made:
         vocab=vocab,
         parameters=parameters,
         flops_a_step=flops,
-        micro_batch=micro,
+        micro_batch=traces.micro,
         rows=rows,
         chosen=chosen,
-        passes=both(cached),
-        evaluation=evaluation,
+        passes={again: traces.training(own, again) for again in (False, True)},
+        evaluation=traces.evaluation(own),
         sent=moved,
         links=crossed,
         hours=hours,
         accumulate=None,
     )
-    return plan if plan.fits in (None, True) else replace(plan, accumulate=_accumulate(plan))
+    return plan if plan.fits in (None, True) else replace(plan, accumulate=_accumulate(plan, own, size, found))
 
 
-def _cached(engine: str) -> bool:
-    return engine != "fsdp2" and not engine.startswith("zero3")
+class _Traces:
+    """The footprints of a micro-batch of one configuration, by engine; what engines have in common is traced once."""
+
+    def __init__(self, found: Skeleton, config: RunConfig, world: int) -> None:
+        self.micro = config.train.batch // (world * config.train.accumulate)
+        self._found, self._config = found, config
+        self._traced = functools.cache(self._trace)
+
+    def training(self, option: Option, checkpointing: bool) -> Footprint:
+        return self._traced(*self._precision(option), checkpointing, True)
+
+    def evaluation(self, option: Option) -> Footprint:
+        """Returns the footprint of micro-batches too, but without gradients."""
+        return self._traced(*self._precision(option), False, False)
+
+    def _precision(self, option: Option) -> tuple[bool, bool]:
+        """Returns whether the weights are bf16 themselves, and whether narrow copies of them live through a pass."""
+        narrow = option.engine.name == "deepspeed" and native_bf16(self._config)
+        sharded = option.name == "fsdp2" or option.name.startswith("zero3")
+        return narrow, narrow or not sharded or self._config.precision.compute == "fp32"  # fp32 is not cast
+
+    def _trace(self, narrow: bool, cached: bool, checkpointing: bool, backward: bool) -> Footprint:
+        config = self._config
+        if narrow:
+            config = revise(config, {"precision.params": "bf16", "engine.name": "auto"})
+        lengths = lengths_of(config.model)
+        return footprint(self._found, config, Pass(self.micro, lengths, "cuda", checkpointing, backward, cached))
 
 
-def _pass(found: Skeleton, config: RunConfig, sequences: int, checkpointing: bool, cached: bool = True) -> Footprint:
-    return footprint(found, config, Pass(sequences, lengths_of(config.model), "cuda", checkpointing, cached=cached))
-
-
-def _evaluation(found: Skeleton, config: RunConfig, sequences: int, cached: bool) -> Footprint:
-    """Returns the footprint of an evaluation: micro-batches, without gradients."""
-    run = Pass(sequences, lengths_of(config.model), "cuda", backward=False, cached=cached)
-    return footprint(found, config, run)
-
-
-def _row(
-    option: Option,
-    found: Skeleton,
-    config: RunConfig,
-    size: Size,
-    micro: int,
-    passes_of: Callable[[str], dict[bool, Footprint]],
-) -> Row:
-    here = config.model_copy(update={"engine": option.engine})
-    if option.engine.name == config.engine.name == "deepspeed":
-        here = here.model_copy(update={"engine": option.engine.model_copy(update={"json": config.engine.json})})
-    own = memory(here, size)
-    if option.engine.name == "deepspeed" and native_bf16(config):  # weights are bf16 themselves, and not cast
-        narrow = revise(config, {"precision.params": "bf16", "engine.name": "auto"})
-        passes = {again: _pass(found, narrow, micro, again) for again in (False, True)}
-    else:
-        passes = passes_of(option.name)
-    kept, again = (own.with_pass(passes[each].bytes, passes[each].most["backward"]) for each in (False, True))
+def _row(option: Option, config: RunConfig, size: Size, traces: _Traces) -> Row:
+    own = _memory(option, config, size)
+    kept, again = (_step(own, traces.training(option, checkpointing)) for checkpointing in (False, True))
     return Row(option.name, own, kept, again)
 
 
-def _accumulate(plan: Made) -> int | None:
-    """Returns the smallest `train.accumulate` that would fit, by the share of the micro-batch; None where none would.
+def _memory(option: Option, config: RunConfig, size: Size) -> Memory:
+    engine = option.engine
+    if engine.name == config.engine.name == "deepspeed":
+        engine = engine.model_copy(update={"json": config.engine.json})
+    return memory(config.model_copy(update={"engine": engine}), size)
 
-    Activations go with the sequences of a micro-batch.
+
+def _step(own: Memory, activations: Footprint) -> int:
+    """Returns the most bytes of a step."""
+    return own.with_pass(activations.bytes, activations.most["backward"])
+
+
+def _accumulate(plan: Made, own: Option, size: Size, found: Skeleton) -> int | None:
+    """Returns the smallest larger `train.accumulate` with which the engine fits; None where it does with none.
+
+    Each that is tried is planned as it would be run: an engine may hold more once there are several micro-batches, and
+    not all that a pass takes becomes less with them. What fits with some fits with more.
     """
-    gpu, config = plan.asked.gpu, plan.config
+    gpu, config, world = plan.asked.gpu, plan.config, plan.asked.gpus
     assert gpu is not None
-    room = gpu.usable_bytes - plan.chosen.memory.bytes
-    now = plan.passes[config.model.checkpointing].bytes
-    each = config.train.batch // plan.asked.gpus
-    for accumulate in range(config.train.accumulate + 1, each + 1):
-        if each % accumulate == 0 and now * (each / accumulate) / plan.micro_batch <= room:
-            return accumulate
-    return None
+    usable, each = gpu.usable_bytes, config.train.batch // world
+
+    def fits(accumulate: int) -> bool:
+        try:
+            tried = revise(config, {"train.accumulate": accumulate})
+            held = _memory(own, tried, size)
+        except ConfigError:  # an engine's JSON names another number
+            return False
+        traces = _Traces(found, tried, world)
+        step = _step(held, traces.training(own, tried.model.checkpointing))
+        return max(step, held.bytes + traces.evaluation(own).bytes) <= usable
+
+    larger = [accumulate for accumulate in range(config.train.accumulate + 1, each + 1) if each % accumulate == 0]
+    place = bisect.bisect_left(larger, True, key=fits)
+    return larger[place] if place < len(larger) else None

@@ -72,10 +72,11 @@ def _memory(plan: Made) -> list[str]:
     lines.append(f"> configured; activations {_gib(found.bytes)} at the most, {place(found.place)}:")
     lines.append(f"  {', '.join(parts)}")
     gpu = plan.asked.gpu
-    if gpu is not None and plan.peak > gpu.usable_bytes:
+    fits = "" if gpu is None or plan.evaluation_peak <= gpu.usable_bytes else ", which is too much"
+    lines.append(f"  an evaluation, by micro-batches too: {_gib(plan.evaluation_peak)} in all{fits}")
+    if plan.fits is False:
         mend = f"train.accumulate={plan.accumulate} would" if plan.accumulate else "no train.accumulate would"
         lines.append(f"  it does not fit; {mend}")
-    lines.append(f"  an evaluation, by micro-batches too: {_gib(plan.evaluation_peak)} in all")
     if gpu is not None:
         assumed = f"{RESERVED_GIB:g} GiB for CUDA, NCCL and cuBLAS, {FRAGMENTED:.0%} for fragmentation"
         lines.append(f"  assumed besides: {assumed}")

@@ -12,7 +12,7 @@ from normscale.config.load import load, revise
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, ConfigError
 from normscale.plan.engines import FULL, Size, memory
-from normscale.plan.gpus import GIB, GPUS, find_gpu
+from normscale.plan.gpus import FRAGMENTED, GIB, GPUS, RESERVED_GIB, find_gpu
 from normscale.plan.hours import ASSUMED_MFU, RECOMPUTED
 from normscale.plan.make import Asked, made
 from normscale.plan.page import as_json, page
@@ -84,6 +84,43 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert f"train.accumulate={plan.accumulate} would" in page(plan)
     smaller = [a for a in range(1, plan.accumulate) if config.train.batch // 8 % a == 0][-1]
     assert made(revise(config, {"train.accumulate": smaller}), Asked(gpus=8, gpu=H200)).peak > H200.usable_bytes
+
+
+@pytest.mark.parametrize(("gib", "accumulate"), [(8.0, None), (12.0, 16)])
+def test_what_would_fit_is_planned_as_fitting(gib: float, accumulate: int | None) -> None:
+    """Of FSDP2, whose gradients stay whole between micro-batches, and with casts of weights that do not shrink."""
+    changes = {"engine.name": "fsdp2", "train.batch": 512, "train.accumulate": 1}
+    config, asked = revise(load(TRAIN / "opus100-100-100.yaml"), changes), Asked(gpus=16, gpu=find_gpu(None, gib))
+    plan = made(config, asked)
+    assert (plan.fits, plan.accumulate) == (False, accumulate)
+    assert (
+        f"it does not fit; {f'train.accumulate={accumulate}' if accumulate else 'no train.accumulate'} would"
+        in page(plan)
+    )
+    fits = {n: made(revise(config, {"train.accumulate": n}), asked).fits for n in ((8, 16) if accumulate else ())}
+    assert [n for n in fits if fits[n]] == ([accumulate] if accumulate else [])
+
+
+def test_an_evaluation_alone_that_does_not_fit_is_said() -> None:
+    config = revise(load(TRAIN / "wmt17-100-100.yaml"), {"train.batch": 64, "train.accumulate": 1})
+    config = revise(config, {"model.checkpointing": True, "precision.compute": "fp32", "engine.name": "deepspeed"})
+    config = revise(config, {"engine.zero": 0})
+    plan = made(config, Asked(gpus=8, gpu=H200))
+    assert plan.peak < plan.evaluation_peak
+    usable = (plan.peak + plan.evaluation_peak) / 2
+    gpu = find_gpu(None, usable / GIB / (1 - FRAGMENTED) + RESERVED_GIB)
+    said = page(made(config, Asked(gpus=8, gpu=gpu)))
+    assert "in all, which is too much\n  it does not fit; " in said
+
+
+def test_an_accumulation_that_an_engines_json_names_is_not_advised_against(tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 1}))
+    config = revise(load(TRAIN / "wmt17-100-100.yaml"), {"train.batch": 512, "train.accumulate": 1})
+    config = revise(config, {"engine.name": "deepspeed", "engine.zero": 1, "precision.compute": "fp32"})
+    asked = Asked(gpus=8, gpu=find_gpu(None, 24.0))
+    assert made(config, asked).accumulate is not None
+    assert made(revise(config, {"engine.json": str(path)}), asked).accumulate is None
 
 
 def engine(**fields: Any) -> RunConfig:
