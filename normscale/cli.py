@@ -113,7 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpu", metavar="NAME", help="what they are, as h200 (default: this machine's)")
     plan.add_argument("--memory", type=number, metavar="GiB", help="the memory of one, where it has another")
     plan.add_argument("--vocab", type=whole, metavar="N", help="tokens of another vocabulary than the bytes, on paper")
-    plan.add_argument("--mfu", type=number, metavar="SHARE", help="of the peak; default: as measured, else assumed")
+    mfu = (
+        "of the peak in the model's own FLOPs, as `show` has it (recomputation lowers it); default: measured or assumed"
+    )
+    plan.add_argument("--mfu", type=number, metavar="SHARE", help=mfu)
     plan.add_argument("--hours-budget", type=number, metavar="H", help="GPU-hours there are; exit code 1 if too few")
     plan.add_argument("--json", action="store_true", help="the same for programs, in bytes")
     plan.set_defaults(call=look.plan)

@@ -35,10 +35,13 @@ class Gpu:
 
     def peak(self, precision: PrecisionConfig) -> float | None:
         """Returns the published peak of the products of a run, in FLOP/s; None where none is."""
-        compute = precision.compute
-        native = compute if compute in ("fp32", "bf16", "fp16") else "fp32"
-        column = "tf32" if precision.tf32 and native == "fp32" else native
-        return published_peak(self.device, column)
+        return published_peak(self.device, products_in(precision))
+
+
+def products_in(precision: PrecisionConfig) -> str:
+    """Returns what a GPU computes products in, as `train.flops` names its peaks: fp8 is rounded to in fp32."""
+    native = precision.compute if precision.compute in ("fp32", "bf16", "fp16") else "fp32"
+    return "tf32" if precision.tf32 and native == "fp32" else native
 
 
 GPUS = {

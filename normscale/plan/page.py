@@ -113,6 +113,10 @@ def _hours(plan: Made) -> list[str]:
         f"evaluations: {figure(hours.gpu)} GPU-hours",
         f"             at {hours.rate.mfu:.0%} of the peak ({hours.rate.source})",
     ]
+    if plan.config.model.checkpointing:
+        lines.append(
+            "             in the model's own FLOPs, three quarters of what is computed: blocks are computed again"
+        )
     if hours.by_links:
         lines.append(
             "             that is the links' time, longer than the products': fewer micro-batches, or another engine"

@@ -1,6 +1,7 @@
 """Plans as a whole: the paper's own models, what fits, what is sent, what it costs, and the command."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, ConfigError
 from normscale.plan.engines import FULL, Size, memory
 from normscale.plan.gpus import FRAGMENTED, GIB, GPUS, RESERVED_GIB, find_gpu
-from normscale.plan.hours import ASSUMED_MFU, RECOMPUTED
+from normscale.plan.hours import ASSUMED_MFU, RECOMPUTED, hours_of, measured, rate_of
 from normscale.plan.make import Asked, made
 from normscale.plan.page import as_json, page
 from normscale.plan.skeleton import skeleton
 from normscale.plan.wire import sent
+from normscale.tracking.spool import SpoolWriter
 
 TRAIN = Path(__file__).parents[2] / "configs" / "train"
 PAPERS = sorted(path for path in TRAIN.glob("*.yaml") if path.stem.startswith(("wmt17", "iwslt14", "opus100")))
@@ -170,8 +172,50 @@ def test_hours_follow_from_flops_and_a_rate_that_is_named() -> None:
     assert "budget       1 GPU-hours: enough for" in page(plan)
     again = made(revise(config, {"model.checkpointing": True}), Asked(gpus=8, gpu=H200, mfu=0.15))
     assert again.hours is not None
-    assert again.hours.step_s == pytest.approx(plan.hours.step_s * 2 * RECOMPUTED)
+    assert again.hours.step_s == pytest.approx(plan.hours.step_s * 2)  # it is this run's, recomputation included
     assert again.hours.rate.source == "given by --mfu"
+    assert "three quarters of what is computed: blocks are computed again" in page(again)
+    assert "three quarters" not in page(plan)
+
+
+def finished(runs: Path, name: str, config: RunConfig, mfu: float) -> None:
+    """Writes the records of a run of this configuration that ended with this MFU on an H200."""
+    with SpoolWriter(runs / name, 1) as spool:
+        spool.start(run_id=name, config=config.model_dump(mode="json"), identity={"device_name": H200.device})
+        spool.metrics(1, 1, {"loss_train": 1.0})
+        spool.end("finished", 0, {"mfu": mfu})
+
+
+def test_a_measured_rate_has_its_recomputation_in_it_once(tmp_path: Path) -> None:
+    """A checkpointed run's MFU is of the model's own FLOPs over all its time: the next one takes as long."""
+    changes = {"tracking.runs": str(tmp_path), "train.eval_every": 0, "train.eval_batches": 1}
+    plainly = revise(load(TRAIN / "wmt17-18-18.yaml"), changes)
+    again = revise(plainly, {"model.checkpointing": True})
+    assert step_s(again, tmp_path) == pytest.approx(step_s(plainly, tmp_path) * RECOMPUTED)
+    for source, mfu in ((again, 0.12), (plainly, 0.16)):
+        finished(tmp_path, "only", source, mfu)
+        assert step_s(again, tmp_path) == pytest.approx(1e15 / (8 * 989.5e12 * 0.12))
+        assert step_s(plainly, tmp_path) == pytest.approx(1e15 / (8 * 989.5e12 * 0.16))
+        shutil.rmtree(tmp_path / "only")
+
+
+def step_s(config: RunConfig, runs: Path) -> float:
+    """Returns the seconds of a step of 1 PFLOP on 8 GPUs, at the rate that the runs of a folder tell."""
+    hours = hours_of(config, 1e15, H200, 8, rate_of(config, H200, runs, None))
+    assert hours is not None
+    return hours.step_s
+
+
+def test_a_rate_is_measured_with_the_same_products(tmp_path: Path) -> None:
+    config = revise(load(TRAIN / "quick.yaml"), {"tracking.runs": str(tmp_path)})
+    tf32 = revise(config, {"precision.tf32": True})
+    finished(tmp_path, "plain", config, 0.1)
+    finished(tmp_path, "tf32", tf32, 0.05)
+    for asked, name in ((config, "plain"), (tf32, "tf32")):
+        found = measured(asked, H200, tmp_path)
+        assert found is not None
+        assert found.source == f"measured in {name}"
+    assert measured(revise(config, {"precision.compute": "bf16"}), H200, tmp_path) is None
 
 
 def test_links_that_are_slower_than_the_products_are_said() -> None:
