@@ -15,6 +15,7 @@ from normscale.train.flops import published_peak
 
 GIB = 2**30
 RESERVED_GIB = 1.0  # assumed: CUDA's context, NCCL's and cuBLAS's work spaces
+MOST_GIB = 2**20  # of one GPU; far more than there are
 FRAGMENTED = 0.05  # assumed: share of the rest that the allocator holds and cannot use
 NETWORK_GBIT_S = 400.0  # assumed: of one host, in one direction
 
@@ -66,8 +67,10 @@ def find_gpu(name: str | None, memory_gib: float | None) -> Gpu | None:
     Raises:
         BadInput: an unknown name, or a memory of nothing.
     """
-    if memory_gib is not None and not memory_gib > RESERVED_GIB:
-        raise BadInput(f"--memory: {memory_gib:g} GiB hold no training; give more than {RESERVED_GIB:g}")
+    if memory_gib is not None and not RESERVED_GIB < memory_gib <= MOST_GIB:
+        said = "are no one GPU's" if memory_gib > MOST_GIB else "hold no training"
+        limits = f"more than {RESERVED_GIB:g} and at most {MOST_GIB:,}"
+        raise BadInput(f"--memory: {memory_gib:g} GiB {said}; give {limits}")
     if name is not None:
         known = GPUS.get(name.lower())
         if known is None:

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from normscale.config.deepspeed import native_bf16
 from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.config.sharing import check_divides
+from normscale.config.sources import plain
 from normscale.errors import BadInput, ConfigError
 from normscale.plan.engines import Memory, Option, Size, memory, name_of, options
 from normscale.plan.gpus import Gpu
@@ -19,6 +21,8 @@ from normscale.plan.wire import Link, Sent, links, sent
 from normscale.train.flops import flops_per_step, lengths_of
 
 PER_HOST = 8
+MOST = 10**9  # GPUs, or tokens of a vocabulary
+LEAST_MFU = 1e-6  # below it a number is a slip, and hours are beyond numbers
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,14 @@ class Asked:
     def check(self) -> None:
         """Raises BadInput for numbers that mean nothing."""
         for option, number in (("--gpus", self.gpus), ("--per-host", self.per_host), ("--vocab", self.vocab)):
-            if number is not None and number < 1:
-                raise BadInput(f"{option}: {number} is not a number of anything; give 1 or more")
-        if self.mfu is not None and not 0 < self.mfu <= 1:
+            if number is not None and not 1 <= number <= MOST:
+                shown = plain(str(number), 24)
+                raise BadInput(f"{option}: {shown} is not a number of anything; give 1 or more, at most {MOST:,}")
+        if self.mfu is not None and not LEAST_MFU <= self.mfu <= 1:
             raise BadInput(f"--mfu: {self.mfu:g} is no share of a GPU's peak; give more than 0 and at most 1")
-        if self.budget is not None and not self.budget > 0:
-            raise BadInput(f"--hours-budget: {self.budget:g} buys nothing; give GPU-hours, e.g. 100")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            said = "is no budget; leave it out, or" if self.budget == math.inf else "buys nothing;"
+            raise BadInput(f"--hours-budget: {self.budget:g} {said} give GPU-hours, e.g. 100")
 
 
 @dataclass(frozen=True)
