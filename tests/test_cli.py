@@ -17,6 +17,7 @@ import yaml
 from normscale.arguments import typed
 from normscale.claims.discover import list_claims
 from normscale.cli import main
+from normscale.schemes import Depth
 from normscale.tracking.reader import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -160,6 +161,13 @@ def test_outside_the_checkout_the_command_itself_is_named(tmp_path: Path, monkey
     given = f"set -- {words}; eval printf '%s,' \"${{3#ARGS=}}\""  # as make hands ARGS on
     shown = subprocess.run(["sh", "-c", given], capture_output=True, text=True)
     assert shown.stdout == '--uri,it"s $HOME,'
+
+
+@pytest.mark.parametrize(("N", "M", "sublayers"), [(0, 5, 10), (4, 0, 8), (4, 5, 23)])
+def test_check_counts_sublayers_as_they_are(N: int, M: int, sublayers: int, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", QUICK, f"model.N={N}", f"model.M={M}"]) == 0
+    assert f"N={N} M={M}, {sublayers} sublayers" in capsys.readouterr().out
+    assert len(Depth(N, M).sites()) == sublayers
 
 
 SMALL = ["tracking.uri=null", "train.eval_batches=1", "model.M=2", "data.max_bytes=40_000"]

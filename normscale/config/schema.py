@@ -16,6 +16,7 @@ from normscale.config.engine import EngineConfig
 from normscale.config.precision import SCALED, PrecisionConfig
 from normscale.config.probes import ProbesConfig
 from normscale.config.values import (
+    Blocks,
     Count,
     CountOrZero,
     Flag,
@@ -58,8 +59,8 @@ def _scaled_by(value: Any) -> Any:
 class ModelConfig(Section):
     """The Transformer. N and M count blocks, not sublayers; M=0 is encoder-only, N=0 decoder-only."""
 
-    N: Annotated[CountOrZero, says("encoder blocks, each with two sublayers")] = 0
-    M: Annotated[CountOrZero, says("decoder blocks; two sublayers each, three (cross-attention) where N > 0")] = 12
+    N: Annotated[Blocks, says("encoder blocks, each with two sublayers")] = 0
+    M: Annotated[Blocks, says("decoder blocks; two sublayers each, three (cross-attention) where N > 0")] = 12
     d: Annotated[Count, says("width of the residual stream")] = 64
     heads: Annotated[Count, says("attention heads; divides d")] = 4
     ffn: Annotated[Count | None, says("null: 4 d, or 8 d / 3 up to a multiple of 8 where gated")] = None

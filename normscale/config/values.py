@@ -77,6 +77,7 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
 Count = Annotated[Whole, Field(ge=1, le=10**12)]
 CountOrZero = Annotated[Whole, Field(ge=0, le=10**12)]
+Blocks = Annotated[Whole, Field(ge=0, le=10**4)]  # ten times the deepest published; even a plan visits each
 
 
 class Section(BaseModel):

@@ -84,6 +84,8 @@ REFUSED = [
     (["precision.softmax=compute"], "precision.softmax: compute would do nothing with precision.compute=fp32"),
     (["checkpoint.keep=3"], "checkpoint.keep: 3 would do nothing with checkpoint.every=0"),
     (["model.M=-1"], "model.M: -1 is not a whole number >= 0"),
+    (["model.M=1000000"], "model.M: 1000000 is not a whole number >= 0 and <= 10000"),
+    (["model.N=100_000_000"], "model.N: 100000000 is not a whole number >= 0 and <= 10000"),
     (["model.dropout=1"], "model.dropout: 1 is not a number >= 0 and < 1"),
     (
         ["model.init_truncated=true"],
