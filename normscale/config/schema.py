@@ -234,7 +234,10 @@ class DataConfig(Section):
         says("translation only: size of a byte-pair vocabulary made of the training lines; null: bytes"),
     ] = None
     held_out: Annotated[Number, Field(gt=0, lt=1), says("share of the text never trained on")] = 0.1
-    max_bytes: Annotated[Count | None, says("read at most so much of the corpus; null: all")] = 4_000_000
+    max_bytes: Annotated[
+        Count | None,
+        says("most bytes of training text; held out: that share more, of held_out_source as many; null: all"),
+    ] = 4_000_000
     noise: Annotated[Share, says("mlm and span only: share of the tokens that are hidden")] = 0.15
     span: Annotated[Annotated[Number, Field(ge=1)], says("span only: mean length of a hidden span, in tokens")] = 3.0
     symbols: Annotated[Annotated[Whole, Field(ge=2, le=4096)], says("copy and reverse only: size of alphabet")] = 32

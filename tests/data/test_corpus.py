@@ -32,6 +32,8 @@ def test_arrays_are_views_of_the_tables():
 def test_limits_cut_within_a_row():
     corpus = make(b"a" * 100, b"b" * 100, max_bytes=50)
     assert (corpus.train.size, corpus.held_out.size) == (50, 5)
+    help_text = DataConfig.model_fields["max_bytes"].description
+    assert "of training text; held out: that share more" in str(help_text)
 
 
 def test_reading_stops_when_both_splits_are_full():
