@@ -141,7 +141,8 @@ class NGPT(Scheme):
     def write(self, streams: Streams, out: Tensor, own: Own) -> Streams:
         h: Tensor = streams[0]
         step: Any = own.module("step")
-        return (unit(torch.lerp(h, unit(out), step.value().abs().to(h.dtype))),)
+        # A branch may be narrower than the stream, and lerp, unlike a sum, promotes neither.
+        return (unit(torch.lerp(h, unit(out).to(h.dtype), step.value().abs().to(h.dtype))),)
 
     def exit(self, streams: Streams, ends: Own) -> Tensor:
         h: Tensor = streams[0]

@@ -1,6 +1,7 @@
 """Every scheme and every norm trains: 20 steps at 24 blocks on the embedded text."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from normscale.train.loop import Trainer
 from tests.probes.test_probes import Notes
 
 
-def losses(steps: int = 20, **model: Any) -> list[float]:
+def losses(steps: int = 20, precision: dict[str, str] | None = None, **model: Any) -> list[float]:
     """The loss of each step."""
     config = RunConfig(
+        precision=precision or {},
         model={"d": 16, "heads": 2, "context": 16} | model,
         train={"steps": 20, "batch": 2, "optim": {"lr": 2e-3, "clip": 1.0}, "schedule": {"warmup_steps": 10}},
     )
@@ -58,6 +60,20 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_schemes_other_form_trains_at_24_blocks(form: str) -> None:
     scheme, options = FORMS[form]
     assert falls(losses(scheme=scheme, M=24, scheme_options=options))
+
+
+@cache
+def first_two(scheme: str, compute: str = "fp32", stream: str = "fp32") -> list[float]:
+    """The losses of two steps of a scheme, or of a form of one."""
+    name, options = FORMS.get(scheme, (scheme, {}))
+    depth = {"M": 2} if "decoder" in find_scheme(name).topologies else {"N": 2, "M": 2}
+    return losses(2, {"compute": compute, "stream": stream}, scheme=name, scheme_options=options, **depth)
+
+
+@pytest.mark.parametrize("scheme", [*scheme_names(), *FORMS])
+@pytest.mark.parametrize(("compute", "stream"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "bf16")])
+def test_a_branch_may_have_another_dtype_than_the_stream(scheme: str, compute: str, stream: str) -> None:
+    assert first_two(scheme, compute, stream) == pytest.approx(first_two(scheme), rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from normscale.claims.results import Result
 from normscale.claims.verdict import Judgement
 from normscale.config.precision import Compute
 from normscale.errors import StoreError
+from normscale.schemes import scheme_names
 from normscale.tracking.files import write_whole
 
 FOLDER = "schemes"  # in the folder of runs
@@ -84,13 +85,17 @@ def found(runs: Path, published: Path, schemes: Sequence[str] = ()) -> list[Repo
 def publish(runs: Path, published: Path) -> list[Path]:
     """Writes the compact records of what there is of the survey, what was published before included; returns the files.
 
+    What was published of a cell stays as it is, to the digit, unless a run of that cell has ended here. A record counts
+    its runs (`done`) beside all cells of its profile (`of`), so that one that was not run, or failed, is missed.
+
     Raises:
         StoreError: the folder cannot be written.
     """
     files = []
     for one in found(runs, published):
         told, kept = compact(one), read_published(published, one.claim)
-        told["runs"] = dict.fromkeys(("done", "of"), len(one.results))
+        planned = surveys(scheme_names())[one.claim.id].cells(one.profile or "cpu")
+        told["runs"] = {"done": len(one.results), "of": len({*planned, *(result.cell for result in one.results)})}
         if kept is not None and not set(kept.run_ids).isdisjoint(one.run_ids):
             told["environment"] += [each for each in kept.environment if each not in told["environment"]]
         path = published / f"{one.claim.id}.json"

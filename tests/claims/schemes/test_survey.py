@@ -1,5 +1,7 @@
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,26 @@ def test_what_is_published_is_shown_elsewhere_and_gives_way_cell_by_cell(tmp_pat
     assert _margins(tmp_path / "mine", published) == {("post", "0.50"), ("pre", "0.90")}
     survey.publish(tmp_path / "mine", published)
     assert _margins(tmp_path / "none", published) == {("post", "0.50"), ("pre", "0.90")}
+
+
+def test_new_cells_join_what_was_published_of_others_to_the_letter(tmp_path: Path) -> None:
+    store(tmp_path / "theirs", ["pre"])
+    survey.publish(tmp_path / "theirs", tmp_path)
+    store(tmp_path / "others", ["post"], margin=0.123456789, depths=(6,))
+    before = _published(tmp_path / "others", tmp_path)
+    assert before["runs"] == {"done": 8, "of": 6 * len(scheme_names())}  # of all that it would be, not of what there is
+    store(tmp_path / "mine", ["post"], margin=0.9, depths=(24,))
+    after = _published(tmp_path / "mine", tmp_path)
+    assert after["runs"] == {"done": 10, "of": 6 * len(scheme_names())}
+    assert [cell for cell in after["cells"] if cell in before["cells"]] == before["cells"]
+    new = [cell for cell in after["cells"] if cell not in before["cells"]]
+    assert {(cell["arm"], cell["depth"]) for cell in new} == {("post", 24), ("post bf16", 24)}
+
+
+def _published(runs: Path, published: Path) -> dict[str, Any]:
+    survey.publish(runs, published)
+    told: dict[str, Any] = json.loads((published / "scheme-survey.json").read_text())
+    return told
 
 
 def test_a_survey_on_a_gpu_of_which_nothing_has_ended_hides_none_on_a_cpu(tmp_path: Path) -> None:
