@@ -22,14 +22,14 @@ def check(options: argparse.Namespace) -> int:
 
     loaded = filled(load(options.words, "normscale check"))
     from normscale.config.load import dump
-    from normscale.models.backend import norm_backend
     from normscale.models.plan import resolve
+    from normscale.train.backend import norm_backend
     from normscale.train.engines.ranks import device_kind
 
     with loaded.sources.placed():
         plan = resolve(loaded.config.model)
         backend = norm_backend(plan, loaded.config.precision, device_kind())
-    from normscale.plan.skeleton import skeleton
+    from normscale.models.skeleton import skeleton
     from normscale.tracking.show import amount
     from normscale.train.flops import flops_per_step, lengths_of
 

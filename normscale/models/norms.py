@@ -88,23 +88,23 @@ def norms_of(config: ModelConfig, depth: Depth) -> Norms:
     return Norms(default, places)
 
 
-def in_use(norms: Norms, config: ModelConfig, scheme: Scheme, depth: Depth) -> Iterator[tuple[Norm, bool]]:
-    """Yields one norm of each choice and width that a model holds, without values.
+def in_use(norms: Norms, config: ModelConfig, scheme: Scheme, depth: Depth) -> Iterator[Norm]:
+    """Yields one norm of each choice that a model holds, without values.
 
-    Beside it stands whether it is inside a branch, where it sees what products give, and not the stream.
+    A choice may stand at other widths, too: schemes place norms inside their branches.
     """
     with torch.device("meta"):
         for side in (side for side, blocks in zip(SIDES, (depth.N, depth.M), strict=True) if blocks):
             if config.embedding_norm:
-                yield norms.at(side).make(config.d, config.eps), False
+                yield norms.at(side).make(config.d, config.eps)
             for kind in depth.kinds(side):
                 if scheme.has_norms:
-                    yield norms.at(side, kind).make(config.d, config.eps), False
+                    yield norms.at(side, kind).make(config.d, config.eps)
                 if kind != "ffn" and config.qk_norm != "none":
                     width = config.d if config.qk_norm == "full" else config.d // config.heads
-                    yield norms.at(side, kind, qk=True).make(width, config.eps), True
+                    yield norms.at(side, kind, qk=True).make(width, config.eps)
                 if kind != "ffn" and config.kv_latent is not None:
-                    yield norms.at(side, kind).make(config.kv_latent, config.eps), True
+                    yield norms.at(side, kind).make(config.kv_latent, config.eps)
 
 
 def check_used(norms: Norms, config: ModelConfig, scheme: Scheme, depth: Depth) -> None:
@@ -115,7 +115,7 @@ def check_used(norms: Norms, config: ModelConfig, scheme: Scheme, depth: Depth) 
     """
     used = list(in_use(norms, config, scheme, depth))
     fields = ModelConfig.model_fields
-    if config.eps != fields["eps"].default and not any(norm.has_eps for norm, _ in used):
+    if config.eps != fields["eps"].default and not any(norm.has_eps for norm in used):
         what = f"model.norm={config.norm}" if used else f"model.scheme={config.scheme}, which has no norms"
         raise _unused("model.eps", f"{config.eps:g}", what)
     if not used:

@@ -40,7 +40,7 @@ class Plan:
         """Returns a norm on q or k."""
         return self.norms.at(site.side, site.kind, qk=True).make(width, self.config.eps)
 
-    def norms_in_use(self) -> Iterator[tuple[Norm, bool]]:
+    def norms_in_use(self) -> Iterator[Norm]:
         """Yields the norms of the model, as `norms.in_use`."""
         return in_use(self.norms, self.config, self.scheme, self.depth)
 

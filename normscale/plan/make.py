@@ -12,10 +12,10 @@ from normscale.config.schema import RunConfig
 from normscale.config.sharing import check_divides
 from normscale.config.sources import plain
 from normscale.errors import BadInput, ConfigError
+from normscale.models.skeleton import Skeleton, skeleton
 from normscale.plan.engines import Memory, Option, Size, memory, name_of, options
 from normscale.plan.gpus import Gpu
 from normscale.plan.hours import Hours, hours_of, rate_of
-from normscale.plan.skeleton import Skeleton, skeleton
 from normscale.plan.trace import Footprint, Pass, footprint
 from normscale.plan.wire import Link, Sent, links, sent
 from normscale.train.flops import flops_per_step, lengths_of

@@ -7,7 +7,7 @@ keeps is counted as it is, and no formula has to follow the code.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normscale.config.schema import RunConfig, TrainConfig
+from normscale.models.skeleton import SHOWN, Skeleton, Structure, without_values
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
 from normscale.ops.backends import would_run
 from normscale.ops.handles import Opening
-from normscale.ops.products import Products, Rounded
+from normscale.ops.products import Products
 from normscale.plan.kernels import as_on
 from normscale.plan.live import Live, Moment
-from normscale.plan.skeleton import SHOWN, Skeleton, Structure
-from normscale.train.engines.precision import DTYPES, products_of, settle
+from normscale.train.engines.precision import DTYPES, casting, products_of, settle
 from normscale.train.flops import Lengths
 from normscale.train.loop import differentiated, summed_loss
 
@@ -73,7 +73,7 @@ def footprint(found: Skeleton, config: RunConfig, run: Pass) -> Footprint:
 def _traced(found: Skeleton, config: RunConfig, run: Pass) -> list[Moment]:
     """Returns what is alive at each place of a pass through the skeleton."""
     with FakeTensorMode():
-        model = _without_values(found.model)
+        model = without_values(found.model)
         precision = config.precision
         products = products_of(precision, run.device)
         settle(model, precision, products)
@@ -86,21 +86,19 @@ def _traced(found: Skeleton, config: RunConfig, run: Pass) -> list[Moment]:
         for parameter, gradient in zip(weights, gradients, strict=True):
             parameter.grad = gradient
         owned = [*weights, *model.buffers(), *gradients]
-        native = precision.compute != "fp32" and not isinstance(products, Rounded)
-        dtype = DTYPES.get(precision.compute, torch.float32)
-        casting = torch.autocast("cpu", dtype=dtype, cache_enabled=run.cached) if native else nullcontext()
+        cast_to = casting(precision, products, "cpu", run.cached)
         live = Live(owned, weights)
         with as_on(run.device), live, _marked(model, live), torch.set_grad_enabled(run.backward):
-            _pass(model, _inputs(model, run), casting, live, config.train)
+            _pass(model, _inputs(model, run), cast_to, live, config.train)
     return live.moments
 
 
 def _pass(
-    model: Transformer, inputs: dict[str, Tensor], casting: AbstractContextManager[Any], live: Live, train: TrainConfig
+    model: Transformer, inputs: dict[str, Tensor], cast_to: AbstractContextManager[Any], live: Live, train: TrainConfig
 ) -> None:
     """Runs what `Trainer` runs for a micro-batch, with a loss on every position."""
     targets = inputs.pop("targets_BT")
-    with casting:
+    with cast_to:
         logits = model(**inputs)  # held until the end, as the trainer does
     live.mark(HEAD)
     loss = summed_loss(logits, targets)
@@ -118,19 +116,6 @@ def _inputs(model: Transformer, run: Pass) -> dict[str, Tensor]:
     inputs |= {"source_BS": (B, S)} if model.source_ends is not None else {}
     inputs |= {"segments_BT": (B, T)} if model.segment is not None else {}
     return {name: torch.zeros(shape, dtype=torch.int64) for name, shape in inputs.items()}
-
-
-def _without_values(model: Transformer) -> Transformer:
-    """Returns the model with fake tensors on the CPU in place of those on no device."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                made = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32))
-                module._parameters[name] = made
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return model
 
 
 def _choose_norms(model: Transformer, config: RunConfig, device: str) -> None:

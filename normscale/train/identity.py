@@ -15,8 +15,8 @@ import torch
 import normscale
 from normscale.config.schema import RunConfig
 from normscale.data.task import load_task
-from normscale.models.backend import norm_backend
 from normscale.models.plan import resolve
+from normscale.train.backend import norm_backend
 from normscale.train.engines.ranks import device_kind, world_size
 
 NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "probes", "train")

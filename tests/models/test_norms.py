@@ -9,9 +9,9 @@ from normscale.config.schema import ModelConfig
 from normscale.errors import ConfigError
 from normscale.models.builder import build
 from normscale.models.plan import resolve
+from normscale.models.skeleton import skeleton
 from normscale.norms import Norm
 from normscale.ops.handles import Opening
-from normscale.plan.skeleton import skeleton
 
 SIZE = {"d": 16, "heads": 2, "context": 8}
 BOTH = {"N": 2, "M": 2}

@@ -12,12 +12,12 @@ from normscale.config.engine import EngineConfig
 from normscale.config.load import load, revise
 from normscale.config.schema import RunConfig
 from normscale.errors import BadInput, ConfigError
+from normscale.models.skeleton import skeleton
 from normscale.plan.engines import FULL, Size, memory
 from normscale.plan.gpus import FRAGMENTED, GIB, GPUS, RESERVED_GIB, find_gpu
 from normscale.plan.hours import ASSUMED_MFU, RECOMPUTED, hours_of, measured, rate_of
 from normscale.plan.make import Asked, made
 from normscale.plan.page import as_json, page
-from normscale.plan.skeleton import skeleton
 from normscale.plan.wire import sent
 from normscale.tracking.spool import SpoolWriter
 

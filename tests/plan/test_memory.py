@@ -11,11 +11,11 @@ from normscale.config.load import revise
 from normscale.config.schema import RunConfig
 from normscale.data.batches import Batches
 from normscale.data.task import MicroBatch, load_task
+from normscale.models import skeleton as skeleton_module
 from normscale.models.builder import build
-from normscale.plan import skeleton as skeleton_module
+from normscale.models.skeleton import skeleton
 from normscale.plan import trace
 from normscale.plan.engines import Size, memory
-from normscale.plan.skeleton import skeleton
 from normscale.plan.trace import Pass, footprint
 from normscale.schemes import scheme_names
 from normscale.train.engines.plain import PlainEngine

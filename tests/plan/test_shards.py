@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from normscale.config.load import revise
+from normscale.models.skeleton import skeleton
 from normscale.plan.engines import Size, memory
-from normscale.plan.skeleton import skeleton
 from normscale.plan.trace import Pass, footprint
 from normscale.train.flops import Lengths
 from tests.integration.ranks import run_two

@@ -22,12 +22,11 @@ from normscale.config.schema import OptimConfig
 from normscale.models.init import weights
 from normscale.models.stack import Transformer
 from normscale.norms import Norm
-from normscale.ops.products import Rounded
 from normscale.probes.guard import Guard
 from normscale.probes.joint import Joint
 from normscale.probes.probe import Parameters, Probe, Reduction
 from normscale.schemes.scheme import Role, Scheme, Weight
-from normscale.train.engines.precision import DTYPES, products_of, settle
+from normscale.train.engines.precision import casting, products_of, settle
 from normscale.train.flat import Fault
 
 
@@ -78,9 +77,7 @@ class Engine(ABC):
 
         Autocast's cache would keep a narrow copy of every weight to the end of the pass, gathered ones included.
         """
-        if self.precision.compute == "fp32" or isinstance(self.products, Rounded):
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self.precision.compute], cache_enabled=not self.gathers)
+        return casting(self.precision, self.products, self.device.type, cached=not self.gathers)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Returns the context of one micro-batch, forward and backward; the last one's gradients are reduced."""

@@ -30,7 +30,7 @@ def check_engine(config: RunConfig) -> None:
 
 def _check_norms(config: RunConfig, engine: str, world: int) -> None:
     """Refuses norms with running statistics where these would be lost, or not the same on every rank."""
-    found = next((norm.name for norm, _ in resolve(config.model).norms_in_use() if norm.remembers), None)
+    found = next((norm.name for norm in resolve(config.model).norms_in_use() if norm.remembers), None)
     if found is not None and engine == "deepspeed":
         raise ConfigError(
             f"model.norm: {found} keeps running statistics, which ZeRO's checkpoints do not hold; set engine.name to"

@@ -1,5 +1,6 @@
 """What the precisions of a configuration come to on a device, and what an engine would not do."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,18 @@ def products_of(precision: PrecisionConfig, device: str) -> Products:
     if precision.softmax == "fp32" and not (compute == "fp32" and narrow):
         return NATIVE
     return Native(precision.softmax, torch.float32 if compute == "fp32" else None)
+
+
+def casting(
+    precision: PrecisionConfig, products: Products, device: str, cached: bool = True
+) -> AbstractContextManager[Any]:
+    """Returns the context of a forward pass: products in bf16 or fp16 where asked and where they are native.
+
+    `cached` says whether autocast keeps the narrow copy of each weight to the end of the pass.
+    """
+    if precision.compute == "fp32" or isinstance(products, Rounded):
+        return nullcontext()
+    return torch.autocast(device, dtype=DTYPES[precision.compute], cache_enabled=cached)
 
 
 def check_precision(precision: PrecisionConfig, device: str, world: int) -> None:

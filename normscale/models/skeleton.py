@@ -87,6 +87,19 @@ def skeleton(config: ModelConfig, vocab: int) -> Skeleton:
     return Skeleton(model, tuple(structures))
 
 
+def without_values(model: Transformer) -> Transformer:
+    """Returns a skeleton's model with fake tensors on the CPU in place of those on no device; in a FakeTensorMode."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32))
+                module._parameters[name] = made
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
 def _structures(plan: Plan) -> dict[Any, list[tuple[Side, int]]]:
     """Returns the blocks of the model, (side, number), grouped by what the scheme has them own.
 

@@ -1,5 +1,6 @@
 """`model.backend`: what the norms of a model run on, told before, refused in one line, recorded after."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ from normscale.cli import main
 from normscale.config.precision import PrecisionConfig
 from normscale.config.schema import ModelConfig, RunConfig
 from normscale.errors import BackendError
-from normscale.models.backend import norm_backend
 from normscale.models.builder import build
 from normscale.models.plan import resolve
 from normscale.norms import Norm
+from normscale.norms import norm as norm_module
 from normscale.ops import backends
 from normscale.ops.backends import WIDEST
 from normscale.ops.handles import Opening
+from normscale.ops.norm import normalise
+from normscale.schemes import find_scheme, scheme_names
 from normscale.tracking.reader import read_run
 from normscale.train import identity as identities
+from normscale.train.backend import norm_backend
+from normscale.train.engines.plain import PlainEngine
 from normscale.train.identity import identity
 from normscale.train.run import run
 
@@ -42,7 +47,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_installed")
 def test_what_would_run_is_told_for_every_norm_of_the_model() -> None:
     assert told("cpu") == told("cuda", backend="eager") == "eager"
-    assert told("cuda") == told("cuda", backend="triton") == "triton"
+    assert told("cuda") == told("cuda", backend="triton") == told("cuda", compile=True) == "triton"
     wide = {"d": 20_000, "heads": 2}
     assert told("cuda", **wide) == f"eager (width 20000 > {WIDEST})"
     assert told("cuda", **wide, qk_norm="head", kv_latent=64) == f"triton; eager (width 20000 > {WIDEST})"
@@ -72,6 +77,69 @@ def test_what_would_run_is_told_for_every_norm_of_the_model() -> None:
 def test_what_cannot_run_is_refused_before_anything_is_built(model: Any, precision: Any, says: str) -> None:
     with pytest.raises(BackendError, match=says):
         told("cuda", precision, **model)
+
+
+FORMS = {name: (name, {}) for name in scheme_names()} | {
+    "mHC": ("hyper", {"form": "mhc"}),
+    "HybridNorm*": ("hybridnorm", {"star": True}),
+    "NormFormer, all of it": ("normformer", {"scale_resids": True, "heads": "fairseq"}),
+}
+
+
+def shape_of(form: str) -> dict[str, Any]:
+    """A small model of a scheme, or of a form of one."""
+    name, options = FORMS[form]
+    depth = {"M": 3} if "decoder" in find_scheme(name).topologies else {"N": 2, "M": 2}
+    return TINY | depth | {"scheme": name, "scheme_options": options}
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_norm_of_another_width_than_the_streams_is_told(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shape_of(form)
+    monkeypatch.setattr(backends, "WIDEST", model["d"])
+    widths = {m.width for m in build(ModelConfig(**model), 16, 0).modules() if isinstance(m, Norm)}
+    wide = [f"eager (width {width} > 8)" for width in widths if width > 8]
+    assert told("cuda", **model) == backends.joined({*wide, *(["triton"] if min(widths, default=9) <= 8 else [])})
+    if wide:
+        with pytest.raises(BackendError, match="triton cannot run here: width"):
+            told("cuda", **model, backend="triton")
+
+
+@pytest.mark.usefixtures("_installed")
+def test_the_widths_that_schemes_make_of_the_streams_are_told() -> None:
+    for scheme in ("subln", "normformer"):
+        assert told("cuda", scheme=scheme, d=5120) == f"triton; eager (width 20480 > {WIDEST})"
+    mhc = {"scheme": "hyper", "scheme_options": {"form": "mhc"}, "d": 4608}
+    assert told("cuda", **mhc) == f"triton; eager (width 18432 > {WIDEST})"
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("stream", ["fp32", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_apex_is_told_or_refused_as_the_first_pass_would(
+    form: str, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs norms whose weights have the dtype of what they norm: of the stream, or of what a branch puts out."""
+    precision: dict[str, Any] = {"compute": "bf16", "stream": stream, "params": stream}
+    settings: dict[str, Any] = shape_of(form) | {"backend": "apex"}
+    monkeypatch.setattr(norm_module, "peer_norm", lambda _, *of: normalise(*of))
+    engine = PlainEngine(build(ModelConfig(**settings), 16, 0), PrecisionConfig(**precision), torch.device("cpu"))
+    token = torch.zeros(1, 4, dtype=torch.int64)
+
+    def first_pass() -> str:
+        with backends.counted_as("cuda"), backends.noted() as ran, engine.aside() as model:
+            model.features(token, source_BS=token if model.source_ends is not None else None)
+        return backends.joined(ran)
+
+    assert outcome(lambda: told("cuda", precision, **settings)) == outcome(first_pass)
+
+
+def outcome(of: Callable[[], str]) -> str:
+    try:
+        return of()
+    except BackendError as error:
+        return str(error)
 
 
 @pytest.mark.usefixtures("_installed")
