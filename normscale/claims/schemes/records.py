@@ -6,7 +6,7 @@ options of a scheme, with another norm or with another init belong to their clai
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Ran:
-    """One training run of a claim, as one of a scheme. `margin` is how far it is beyond having trained, in nats."""
+    """One training run of a claim, as one of a scheme.
+
+    `margin` is how far it is beyond having trained, in nats; `here` says whether its own record lies here, and not only
+    what was published of it.
+    """
 
     claim: str
     label: str
@@ -51,6 +55,7 @@ class Ran:
     margin: float | None
     seconds_a_step: float | None
     run: str
+    here: bool = field(default=True, compare=False)
 
     @property
     def protocol(self) -> tuple[object, ...]:
@@ -99,6 +104,7 @@ def runs_of(reported: Iterable["Reported"]) -> list[Ran]:
                 margin=margin,
                 seconds_a_step=seconds_a_step(result),
                 run=run_id,
+                here=result.record is not None,
             )
     return list(found.values())
 
@@ -128,7 +134,8 @@ def _worst(runs: Sequence[Ran]) -> float:
 def step_time(runs: Sequence[Ran], scheme: str, beside: str = "pre") -> tuple[float, int] | None:
     """Returns how long a step takes beside another scheme's and in how many pairs: the median over claims and depths.
 
-    Only runs of one claim, depth and size are compared: they were made together. None where no claim has both.
+    Only runs of one claim, depth and size are compared, and none made here with one that was published: they were made
+    together. None where no claim has both.
     """
     ratios = []
     for key in dict.fromkeys(_like(ran) for ran in runs):
@@ -142,7 +149,7 @@ def step_time(runs: Sequence[Ran], scheme: str, beside: str = "pre") -> tuple[fl
 
 
 def _like(ran: Ran) -> tuple[object, ...]:
-    return ran.claim, ran.cell.depth, ran.place.kind, ran.place.precision, ran.place.size
+    return ran.claim, ran.here, ran.cell.depth, ran.place.kind, ran.place.precision, ran.place.size
 
 
 def slopes_of(reported: Iterable["Reported"], scheme: str) -> list[tuple[str, Measured]]:

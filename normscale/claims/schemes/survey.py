@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from normscale.claims.claim import Cell, Claim, Grid, Profile, ProfileName, Settings
-from normscale.claims.compact import compact, read_published
+from normscale.claims.compact import Published, compact, read_published
 from normscale.claims.manifest import cells_of, results_of
 from normscale.claims.protocol import DEPTH, DESCRIBED, RAMP_NUMBERS
 from normscale.claims.report import Reported
@@ -85,7 +85,8 @@ def found(runs: Path, published: Path, schemes: Sequence[str] = ()) -> list[Repo
 def publish(runs: Path, published: Path) -> list[Path]:
     """Writes the compact records of what there is of the survey, what was published before included; returns the files.
 
-    What was published of a cell stays as it is, to the digit, unless a run of that cell has ended here. A record counts
+    What was published of a cell stays as it is, to the digit, unless a run of that cell has ended here. Runs that join
+    those of another kind of machine tell no time of a step, which is only compared among runs of one. A record counts
     its runs (`done`) beside all cells of its profile (`of`), so that one that was not run, or failed, is missed.
 
     Raises:
@@ -97,6 +98,7 @@ def publish(runs: Path, published: Path) -> list[Path]:
         planned = surveys(scheme_names())[one.claim.id].cells(one.profile or "cpu")
         told["runs"] = {"done": len(one.results), "of": len({*planned, *(result.cell for result in one.results)})}
         if kept is not None and not set(kept.run_ids).isdisjoint(one.run_ids):
+            _keep_times_apart(told, one, kept)
             told["environment"] += [each for each in kept.environment if each not in told["environment"]]
         path = published / f"{one.claim.id}.json"
         try:
@@ -105,6 +107,14 @@ def publish(runs: Path, published: Path) -> list[Path]:
             raise StoreError(f"{path}: cannot be written ({error.strerror})") from None
         files.append(path)
     return files
+
+
+def _keep_times_apart(told: dict[str, Any], one: Reported, kept: Published) -> None:
+    """Takes the time of a step from cells that were run on another kind of machine than what was published."""
+    machines = {environment.get("cpu") for environment in kept.environment}
+    for cell, result in zip(told["cells"], one.results, strict=True):
+        if result.record is not None and result.record.start.get("environment", {}).get("cpu") not in machines:
+            cell.pop("seconds_a_step", None)
 
 
 def scheme_of(arm: str) -> str:

@@ -126,6 +126,19 @@ def test_new_cells_join_what_was_published_of_others_to_the_letter(tmp_path: Pat
     assert {(cell["arm"], cell["depth"]) for cell in new} == {("post", 24), ("post bf16", 24)}
 
 
+@pytest.mark.parametrize("cpu", ["a cpu", "another"])
+def test_times_of_a_step_are_compared_among_runs_of_one_machine(tmp_path: Path, cpu: str) -> None:
+    store(tmp_path / "theirs", ["pre"])
+    survey.publish(tmp_path / "theirs", tmp_path)
+    file = tmp_path / "scheme-survey.json"
+    file.write_text(file.read_text().replace("a cpu", cpu))
+    store(tmp_path / "mine", ["post"])
+    assert step_time(runs_of(survey.found(tmp_path / "mine", tmp_path)), "post") is None
+    cells = _published(tmp_path / "mine", tmp_path)["cells"]
+    timed = {survey.scheme_of(cell["arm"]) for cell in cells if "seconds_a_step" in cell}
+    assert timed == ({"pre", "post"} if cpu == "a cpu" else {"pre"})
+
+
 def _published(runs: Path, published: Path) -> dict[str, Any]:
     survey.publish(runs, published)
     told: dict[str, Any] = json.loads((published / "scheme-survey.json").read_text())
