@@ -21,6 +21,8 @@ from normscale.train.engines.ranks import device_kind, world_size
 
 NUMERICAL_SOURCES = ("ops", "norms", "schemes", "models", "data", "probes", "train")
 
+NORM_PACKAGES = {"triton": ("triton",), "liger": ("triton", "liger-kernel"), "apex": ("apex",)}
+
 
 @functools.cache
 def sources_hash(*more: str) -> str:
@@ -65,13 +67,18 @@ def identity(config: RunConfig, world: int | None = None, threads: int | None = 
         "threads": torch.get_num_threads() if threads is None else threads,
         "world": world,
         "precision": config.precision.compute,
-        "norms": backend if backend.startswith("eager") else f"{backend}, triton {version('triton')}",
+        "norms": ", ".join([backend, *(f"{name} {version(name)}" for name in _packages(backend))]),
         "sources": sources_hash(),
         "torch": torch.__version__,
         **({"deepspeed": version("deepspeed")} if config.engine.name == "deepspeed" else {}),
     }
     text = json.dumps(parts, sort_keys=True)
     return {"hash": hashlib.sha256(text.encode()).hexdigest(), **{k: v for k, v in parts.items() if k != "config"}}
+
+
+def _packages(backend: str) -> tuple[str, ...]:
+    """Returns the packages whose kernels make the norms: of what `norm_backend` returned."""
+    return NORM_PACKAGES.get(backend.partition(";")[0], ())
 
 
 def run_id_of(config: RunConfig, world: int | None = None, threads: int | None = None) -> str:

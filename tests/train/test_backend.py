@@ -229,6 +229,14 @@ def test_the_backend_and_what_it_comes_to_are_part_of_the_identity(monkeypatch: 
     hashes = {identity(config)["hash"], identity(eager)["hash"]}
     assert len(hashes) == 2
     assert identity(config)["norms"] == "eager"
-    monkeypatch.setattr(identities, "norm_backend", lambda *of: "triton")
-    assert identity(config)["norms"].startswith("triton, triton ")
-    assert identity(config)["hash"] not in hashes
+    monkeypatch.setattr(identities, "version", lambda package: f"9 of {package}")
+    for backend, norms in {
+        "triton": "triton, triton 9 of triton",
+        "triton; eager (why)": "triton; eager (why), triton 9 of triton",
+        "liger": "liger, triton 9 of triton, liger-kernel 9 of liger-kernel",
+        "apex": "apex, apex 9 of apex",
+        "eager (why)": "eager (why)",
+    }.items():
+        monkeypatch.setattr(identities, "norm_backend", lambda *of, backend=backend: backend)
+        assert identity(config)["norms"] == norms
+        assert identity(config)["hash"] not in hashes
