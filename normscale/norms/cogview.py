@@ -31,6 +31,7 @@ class CogViewNorm(AffineNorm):
 
     def eager(self, x: Tensor) -> Tensor:
         x_wide, size = wide(x), wide(x.detach().abs())
-        largest = size.amax() if self.options.over == "tensor" else size.amax(-1, keepdim=True)
+        whole = self.options.over == "tensor" and x.numel() > 0  # of no rows there is no maximum
+        largest = size.amax() if whole else size.amax(-1, keepdim=True)
         relaxed = x_wide / divisor(largest / 8)
         return layernorm(relaxed, self.gain(), self.bias, self.current_eps()).to(x.dtype)

@@ -27,6 +27,11 @@ def test_eps_stands_against_the_largest_value(over: str) -> None:
     assert torch.allclose(norm(changed)[:-1], norm(X)[:-1]) is (over == "token")
 
 
+@pytest.mark.parametrize("over", ["tensor", "token"])
+def test_of_no_rows_there_is_no_maximum(over: str) -> None:
+    assert made("cogview", over=over)(torch.zeros(0, 8)).shape == (0, 8)
+
+
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("over", ["tensor", "token"])
 def test_zeros_stay_zeros_and_have_layernorms_gradient(over: str, flush: bool) -> None:
