@@ -67,8 +67,8 @@ def normalise(x: Tensor, gamma: Tensor | None, bias: Tensor | None, spec: NormSp
 def layernorm(x: Tensor, gamma: Tensor | None, bias: Tensor | None, eps: float | Tensor) -> Tensor:
     """Returns gamma * (x - mean) / sqrt(var + eps) + bias, in the dtype of `x`.
 
-    Statistics are in fp32 whatever the dtype of `x`: a half-precision variance overflows at 256 and loses eps=1e-8
-    altogether. The variance is the population variance; eps stands inside the root.
+    Statistics are in fp32 at least: a half-precision variance overflows at 256 and loses eps=1e-8 altogether. The
+    variance is the population variance; eps stands inside the root.
 
     `eps` is a float in eager mode, where ATen's fused kernel does the work. A compiled graph takes a 0-d fp32 tensor,
     since a Python number would be built into the graph, and a sweep over eps would be a graph a value.
@@ -78,8 +78,8 @@ def layernorm(x: Tensor, gamma: Tensor | None, bias: Tensor | None, eps: float |
     Reference: Ba et al. 2016, arXiv:1607.06450, Eq. 3-4.
     """
     if isinstance(eps, Tensor):
-        x32 = x.float()
-        centred = x32 - x32.mean(-1, keepdim=True)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        centred = wide - wide.mean(-1, keepdim=True)
         y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
         return _affine(y, gamma, bias).to(x.dtype)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
@@ -88,7 +88,7 @@ def layernorm(x: Tensor, gamma: Tensor | None, bias: Tensor | None, eps: float |
 
 
 def rmsnorm(x: Tensor, gamma: Tensor | None, eps: float | Tensor) -> Tensor:
-    """Returns gamma * x / sqrt(mean(x^2) + eps), in the dtype of `x`, with the statistics in fp32.
+    """Returns gamma * x / sqrt(mean(x^2) + eps), in the dtype of `x`, with the statistics in fp32 at least.
 
     Shape: x [..., D]; gamma [D] or None; result [..., D].
 
@@ -96,8 +96,8 @@ def rmsnorm(x: Tensor, gamma: Tensor | None, eps: float | Tensor) -> Tensor:
     stands inside, as in LayerNorm and in almost every later model.
     """
     if isinstance(eps, Tensor):
-        x32 = x.float()
-        y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return _affine(y, gamma, None).to(x.dtype)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return F.rms_norm(x, x.shape[-1:], _like(x, gamma), eps)

@@ -147,6 +147,17 @@ MUTANTS = {
         ".to(tl.int64)", "",
         "../test_addressing.py",
     ),
+    "half-statistics": Mutant(
+        "the definition of RMSNorm computes in the dtype of x", "norm.py",
+        "F.rms_norm(x.float(), x.shape[-1:], _float(gamma), eps)",
+        "F.rms_norm(x, x.shape[-1:], _like(x, gamma), eps)",
+        "../test_norm.py", "rounded_once",
+    ),
+    "half-statistics-compiled": Mutant(
+        "the definitions for the compiler compute in the dtype of x", "norm.py",
+        "wide = x.to(torch.promote_types(x.dtype, torch.float32))", "wide = x",
+        "../test_norm.py", "rounded_once",
+    ),
 }  # fmt: skip
 """By name. The four that `make test` applies stand first in `USUAL`; `make test-kernels-full` applies all."""
 

@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from normscale.ops.norm import layernorm, rmsnorm
+from tests.ops.compare import distance
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDED = {torch.bfloat16: 1.9e-3, torch.float16: 2.4e-4}  # what rounding the result alone costs
 
 
 def layernorm_fp64(x: Tensor, gamma: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -42,6 +44,34 @@ def test_both_norms_equal_fp64(dtype: torch.dtype, width: int, form: int) -> Non
     torch.testing.assert_close(
         rmsnorm(x, gamma, forms(eps)[form]).double(), rmsnorm_fp64(x, gamma, eps), rtol=tolerance, atol=tolerance
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("form", [0, 1])
+def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype, kind: str, form: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(64, 384, generator=generator) + 1).to(dtype)
+    gamma, bias = (torch.randn(384, generator=generator) for _ in range(2))
+    eps = forms(1e-5)[form]
+    if kind == "layernorm":
+        y, want = layernorm(x, gamma, bias, eps), layernorm_fp64(x, gamma, bias, 1e-5)
+    else:
+        y, want = rmsnorm(x, gamma, eps), rmsnorm_fp64(x, gamma, 1e-5)
+    assert y.dtype is dtype
+    assert distance(y, want) <= ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("form", [0, 1])
+def test_fp64_is_computed_in_fp64(kind: str, form: int) -> None:
+    eps = forms(float(torch.tensor(1e-5)))[form]  # the form of a tensor is in fp32
+    x, gamma, bias = torch.randn(5, 64).double() + 1, torch.randn(64).double(), torch.randn(64).double()
+    if kind == "layernorm":
+        y, want = layernorm(x, gamma, bias, eps), layernorm_fp64(x, gamma, bias, float(eps))
+    else:
+        y, want = rmsnorm(x, gamma, eps), rmsnorm_fp64(x, gamma, float(eps))
+    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", [0, 1])
