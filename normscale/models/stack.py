@@ -14,12 +14,13 @@ from normscale.models.block import Block, Sublayer
 from normscale.models.plan import Plan
 from normscale.norms import Norm, seen_before
 from normscale.ops import sampled
+from normscale.ops.constants import Constants
 from normscale.ops.products import NATIVE, Products
 from normscale.ops.statistics import Buffers
 from normscale.schemes.scheme import Own, Site, Streams
 
 
-class Transformer(nn.Module):
+class Transformer(Constants):
     """A Transformer over a vocabulary of V tokens, in one of three topologies.
 
     Blocks stand in one flat list, the encoder's first, and run in a loop: 1000 of them need no deeper Python stack
@@ -214,6 +215,8 @@ class Transformer(nn.Module):
         table = self.sinusoids if position is None else position
         if table is not None:
             x = x + table[: tokens.shape[1]]
+            if self.stream is None:
+                x = x.to(self.token.dtype)  # the fp32 waves widen the sum of a model that was cast
         if segments is not None and self.segment is not None:
             x = x + self.segment[segments]
         if norm is not None:

@@ -13,6 +13,7 @@ import normscale.norms as package
 from normscale.config.values import Flag, Fp32, Section, conflict, says
 from normscale.ops.add_norm import add_norm
 from normscale.ops.backends import Backend, choose
+from normscale.ops.constants import Constants
 from normscale.ops.handles import Handle, Opening, residual_norm_handle
 from normscale.ops.norm import norm as fused_norm
 from normscale.ops.peers import norm as peer_norm
@@ -23,7 +24,7 @@ from normscale.ops.statistics import Statistics
 from normscale.registry import Registry
 
 
-class Norm(nn.Module, ABC):
+class Norm(Constants, ABC):
     """A map over the last dimension that a scheme places in, before or after a branch.
 
     A norm is built from its width, eps and options alone; where it stands is the scheme's business. `eps` is kept

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normscale.ops.backends import Backend, choose
+from normscale.ops.constants import Constants
 from normscale.ops.residual_norm import check
 from normscale.ops.spec import NormSpec
 from normscale.ops.statistics import Statistics, write_row
@@ -34,7 +35,7 @@ class Handle:
     alpha: Tensor
 
 
-class Opening(nn.Module):
+class Opening(Constants):
     """Makes of what enters a stack its stream: the tensor alone, or with a handle on it where the norms are fused.
 
     That the first site takes a handle too keeps one compiled graph for all blocks.

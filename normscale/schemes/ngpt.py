@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
 from normscale.config.values import Positive, Section, says
+from normscale.ops.constants import Constants
 from normscale.schemes.registry import register
 from normscale.schemes.scheme import Depth, Make, Own, Parts, Scheme, Side, Site, Streams, Weight
 
@@ -33,7 +34,7 @@ def unit(x: Tensor, dim: int = -1) -> Tensor:
     return y.to(x.dtype)
 
 
-class Scale(nn.Module):
+class Scale(Constants):
     """x times a trained vector that starts at `start` and is stored at `stored`, which sets how fast Adam moves it.
 
     Shape: x [..., width]; result the same.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from normscale.config.schema import ModelConfig
 from normscale.config.values import Section
+from normscale.ops.constants import Constants
 from normscale.ops.statistics import Buffers, watch, write_row, write_sum
 
 Side = Literal["encoder", "decoder"]
@@ -123,11 +124,11 @@ class Role:
     bias: bool = False
 
 
-class Own(nn.Module):
+class Own(Constants):
     """What a scheme owns at one site: modules, parameters, and constants as fp32 tensors.
 
     Constants are tensors, not Python numbers, so that one compiled graph serves all depths. They are buffers outside
-    the state dict: they follow from the configuration.
+    the state dict: they follow from the configuration. They stay fp32 where the module is cast.
 
     `after` is the norm that what comes next on the same side sees the stream through (see `Scheme.seen_through`), for
     `write` to make in one kernel with its sum. It is another site's own and no part of this one: no name of a parameter

@@ -41,6 +41,22 @@ def test_every_variant_has_the_shape_and_depends_on_the_past_alone(
     assert any(name.endswith("qkv.bias") for name in names) is bias
 
 
+@pytest.mark.parametrize("scheme", ["deepnorm", "pre", "ngpt"])
+@pytest.mark.parametrize("positions", ["rope", "sinusoidal"])
+def test_constants_stay_wide_where_a_model_is_cast(scheme: str, positions: str) -> None:
+    model = build(ModelConfig(**SMALL, scheme=scheme, positions=positions), 32, 0)
+    tokens, before = torch.arange(8)[None], {name: buffer.clone() for name, buffer in model.named_buffers()}
+    want = model(tokens)
+    model.bfloat16()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+        assert buffer.dtype is before[name].dtype, name
+    got = model(tokens)
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=0.1, atol=0.1)
+
+
 def test_attention_equals_its_formula() -> None:
     attention = build(ModelConfig(**SMALL), 32, 0).sublayers()[0].branch
     x, rotary = torch.randn(2, 8, 16), rotary_tables(8, 8)

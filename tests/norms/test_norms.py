@@ -113,6 +113,31 @@ def test_eps_is_no_part_of_the_state(name: str) -> None:
     assert not any("eps" in key for key in make(name).state_dict())
 
 
+@pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16])
+@pytest.mark.parametrize("name", norm_names())
+def test_constants_stay_wide_where_a_norm_is_cast(name: str, cast: Any) -> None:
+    """A small eps would be 0 in fp16, and a constant row NaN under the compiler."""
+    norm = cast(make(name, eps=1e-8))
+    before = dict(make(name, eps=1e-8).named_buffers())
+    for buffer in norm._non_persistent_buffers_set:
+        assert torch.equal(norm.get_buffer(buffer), before[buffer])
+    x = torch.zeros(3, 8, dtype=norm.gamma.dtype if norm.gamma is not None else torch.float16)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(norm, backend="eager")(x), norm(x))
+    assert torch.isfinite(norm(x)).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
+@pytest.mark.parametrize("name", norm_names())
+def test_no_rows_give_no_rows(name: str, shape: tuple[int, ...]) -> None:
+    norm, x = make(name).eval(), torch.zeros(shape, requires_grad=True)
+    y = norm(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad is not None
+    assert all(p.grad is not None and not p.grad.any() for p in norm.parameters())
+
+
 # What a norm without eps makes of x + 3 and of 4 x: the same as of x, or not.
 SHIFTS = {"layernorm", "adanorm", "cogview", "groupnorm", "batchnorm"}
 SCALES = {*SHIFTS, "rmsnorm", "prmsnorm", "scalenorm"}
