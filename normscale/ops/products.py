@@ -6,6 +6,7 @@ operands, results and gradients, so that a CPU shows what fp16 and fp8 do to tra
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -31,6 +32,8 @@ class Products(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, dropout: float
     ) -> Tensor:
         """Returns softmax(q k^T / sqrt(K)) v; `mask` is False where a query must not look.
+
+        A query that may look nowhere gets 0, and gives no gradient.
 
         Shape: q [B, H, T, K]; k, v [B, H, S, K]; mask broadcasts to [B, H, T, S]; result [B, H, T, K].
         """
@@ -59,9 +62,9 @@ class Native:
     ) -> Tensor:
         if self.softmax == "fp32":
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-        scores = _masked(q @ k.mT * q.shape[-1] ** -0.5, mask, causal)
+        scores = q @ k.mT * q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):  # which would go to fp32 here
-            weights = torch.softmax(scores, dim=-1)
+            weights = _weights(scores, mask, causal, _softmax)
         return _dropped(weights, dropout) @ v
 
 
@@ -203,7 +206,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, format: Format) -> Tenso
     return y
 
 
-def _softmax(x: Tensor, format: Format) -> Tensor:
+def _rounded_softmax(x: Tensor, format: Format) -> Tensor:
     p: Tensor = _Softmax.apply(x, format)  # type: ignore[no-untyped-call]
     return p
 
@@ -242,11 +245,9 @@ class Rounded:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, dropout: float
     ) -> Tensor:
         format = self.in_attention
-        scores = _masked(_product(q, k, None, format) * q.shape[-1] ** -0.5, mask, causal)
-        if self.softmax == "compute":
-            weights = _softmax(scores, format)
-        else:
-            weights = torch.softmax(scores, dim=-1)
+        scores = _product(q, k, None, format) * q.shape[-1] ** -0.5
+        softmax = partial(_rounded_softmax, format=format) if self.softmax == "compute" else _softmax
+        weights = _weights(scores, mask, causal, softmax)
         return _product(_dropped(weights, dropout), v.mT, None, format)
 
     @property
@@ -263,12 +264,23 @@ class Rounded:
         return torch.equal(torch.nan_to_num(self.format.result(y)), torch.nan_to_num(y.float()))
 
 
-def _masked(scores_BHTS: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Returns the scores with -Inf where a query must not look."""
+def _softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, dim=-1)
+
+
+def _weights(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, softmax: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns the softmax of the scores, without those where a query must not look; 0 for one that may look nowhere."""
+    seen = mask
     if causal:
         past = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril()
-        mask = past if mask is None else mask & past
-    return scores_BHTS if mask is None else scores_BHTS.masked_fill(~mask, -torch.inf)
+        seen = past if mask is None else mask & past
+    if seen is None:
+        return softmax(scores_BHTS)
+    if mask is None:  # every query sees itself
+        return softmax(scores_BHTS.masked_fill(~seen, -torch.inf))
+    blind = ~seen.any(-1, keepdim=True)  # a row of -Inf alone would be NaN, forward and back
+    hidden = scores_BHTS.new_zeros(()).masked_fill(~blind, -torch.inf)
+    return softmax(torch.where(seen, scores_BHTS, hidden)).masked_fill(blind, 0.0)
 
 
 def _dropped(weights: Tensor, dropout: float) -> Tensor:

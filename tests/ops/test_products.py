@@ -163,6 +163,26 @@ def test_attention_and_head_are_left_out_of_fp8() -> None:
     assert not torch.equal(fp8.linear(q, q[0, 0], None), bf16.linear(q, q[0, 0], None))
 
 
+@pytest.mark.parametrize("softmax", ["fp32", "compute"])
+@pytest.mark.parametrize("compute", ["native", "fp16", "fp8_e4m3"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_query_that_may_look_nowhere_gets_zeros_and_gives_no_gradient(
+    compute: str, softmax: str, causal: bool
+) -> None:
+    products = Native(softmax) if compute == "native" else Rounded(FORMATS[compute], softmax)  # type: ignore[arg-type]
+    q, k, v = (draw(2, 1, 4, 8, seed=seed).requires_grad_() for seed in range(3))
+    keep = torch.tensor([[True, True, True, False], [False] * 4]).view(2, 1, 1, 4)
+    mask = keep & torch.ones(4, 4, dtype=torch.bool).tril() if causal else keep
+    alone = softmax == "fp32" and compute == "native"  # PyTorch's function takes one of the two
+    y = products.attention(q, k, v, mask if alone else keep, causal=causal and not alone, dropout=0.0)
+    assert torch.equal(y[1], torch.zeros_like(y[1]))
+    torch.testing.assert_close(y[0], reference(q, k, v, mask[:1], "compute")[0], rtol=0.02, atol=0.02)
+    for grad in torch.autograd.grad(y, (q, k, v), draw(2, 1, 4, 8, seed=3)):
+        assert torch.isfinite(grad).all()
+        assert grad[0].any()
+        assert not grad[1].any()
+
+
 def test_native_products_keep_their_operands_and_softmax_as_asked() -> None:
     x, w = draw(3, 8).bfloat16(), draw(4, 8, seed=1).bfloat16()
     assert Native(operands=torch.float32).linear(x, w, w[:, 0]).dtype is torch.float32
