@@ -150,7 +150,7 @@ FORMATS: dict[str, Format] = {
 class _Product(torch.autograd.Function):
     """a b^T + bias, with everything that goes in or comes out rounded, forward and backward.
 
-    Forward: A = operand(a), B = operand(b), y = result(A B^T + operand(bias)).
+    Forward: A = operand(a), B = operand(b), y = result(A B^T + result(bias)).
     Backward: G = gradient(dy), da = result(G B), db = result(G^T A), dbias = result(sum of G over its rows).
     Sums are in fp32.
 
