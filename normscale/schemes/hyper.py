@@ -182,7 +182,7 @@ class _Manifold(nn.Module):
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """Returns exp(logits) with rows and columns scaled in turn, so that all of them sum to 1.
 
-    Columns come last: they sum to 1 exactly, rows the closer the more iterations.
+    Columns come last: they sum to 1 but for FLOOR in what divides them, rows the closer the more iterations.
 
     Shape: logits [..., J, J]; result the same.
 
