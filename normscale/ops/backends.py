@@ -47,7 +47,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 
 @dataclass(frozen=True)
 class Case:
-    """What a backend is asked to do. `weights` are the dtypes of gamma and bias, `missing` those that are not there."""
+    """What a backend is asked to do.
+
+    `weights` are the dtypes of gamma and bias, `missing` those that are not there; `index` is which device of its kind
+    (None: the current one).
+    """
 
     op: Op
     spec: "NormSpec"
@@ -56,6 +60,7 @@ class Case:
     device: str
     weights: tuple[torch.dtype, ...]
     missing: tuple[str, ...]
+    index: int | None = None
 
 
 @cache
@@ -64,15 +69,15 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _lacking() -> str | None:
-    """Returns what the current CUDA device lacks for Triton, None where it lacks nothing or none is here to ask.
+def _lacking(index: int | None) -> str | None:
+    """Returns what a CUDA device (None: the current one) lacks for Triton; None if nothing, or if none is here to ask.
 
     A compiled graph takes the answer as it is when the graph is made, and does not ask again.
     """
     here = torch.cuda.is_initialized() or torch.cuda.is_available()  # type: ignore[no-untyped-call]
     if torch.version.hip is not None or not here:
         return None
-    has = _capability(torch.cuda.current_device())
+    has = _capability(torch.cuda.current_device() if index is None else index)
     if has >= CAPABILITY:
         return None
     return "its kernels need compute capability {}.{}, and this GPU has {}.{}".format(*CAPABILITY, *has)
@@ -88,7 +93,7 @@ def _triton(case: Case) -> str | None:
         return _needs_gpu(case)
     if not TRITON:
         return "the package triton is not installed (pip install triton)"
-    lacking: str | None = _lacking() if case.device == "cuda" else None
+    lacking: str | None = _lacking(case.index) if case.device == "cuda" else None
     if lacking is not None:
         return lacking
     if case.dtype not in DTYPES:
@@ -162,7 +167,8 @@ def choose(
         BackendError: the named backend cannot run it.
     """
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    chosen, reason = would_run(backend, op, spec, x.shape[-1], dtype, _COUNTED_AS or x.device.type, gamma, bias)
+    device, index = _COUNTED_AS or x.device.type, x.device.index
+    chosen, reason = would_run(backend, op, spec, x.shape[-1], dtype, device, gamma, bias, index)
     if _NOTES is not None:
         _NOTES.add(described(chosen, reason))
     return chosen
@@ -177,8 +183,11 @@ def would_run(
     device: str,
     gamma: Tensor | None,
     bias: Tensor | None,
+    index: int | None = None,
 ) -> tuple[str, str]:
     """Returns what `choose` would for such a tensor and, where `auto` does without kernels on a GPU, the reason.
+
+    `index` says which device of its kind; None is the current one.
 
     Raises:
         BackendError: as `choose`.
@@ -194,7 +203,7 @@ def would_run(
         weights = tuple(w.dtype for w in (gamma, bias) if w is not None)
         wanted = (("gamma", gamma), ("bias", bias)) if spec.kind == "layernorm" else (("gamma", gamma),)
         missing = tuple(part for part, w in wanted if w is None)
-        reason = REASONS[name](Case(op, spec, width, dtype, device, weights, missing))
+        reason = REASONS[name](Case(op, spec, width, dtype, device, weights, missing, index))
     if reason is None:
         return name, ""
     if backend == "auto":

@@ -175,17 +175,32 @@ def test_a_gpu_that_triton_does_not_serve_is_named(monkeypatch: pytest.MonkeyPat
         backends._capability.cache_clear()
 
 
+class On:
+    """Stands for a tensor on a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.dtype, self.shape = torch.device(device), torch.float32, (2, 8)
+
+
 @pytest.mark.usefixtures("_gpu")
+def test_the_gpu_that_is_asked_is_that_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_capability", lambda index: ((9, 0), (7, 5))[index])
+    for device, runs in (("cuda:0", "triton"), ("cuda:1", "eager"), ("cuda", "triton")):
+        assert choose("auto", "norm", LN, On(device), None, None) == runs  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("index", [None, 1])
 @pytest.mark.parametrize(("has", "runs"), [((7, 5), "eager"), ((8, 0), "triton"), ((12, 0), "triton")])
 def test_the_check_of_the_gpu_stays_out_of_compiled_graphs(
-    has: tuple[int, int], runs: str, monkeypatch: pytest.MonkeyPatch
+    has: tuple[int, int], runs: str, index: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "_capability", lambda index: has)
+    monkeypatch.setattr(backends, "_capability", lambda asked: has if asked == (index or 0) else None)
     torch._dynamo.reset()
 
     @torch.compile(backend="eager", fullgraph=True)
     def add(x: Tensor) -> Tensor:
-        chosen, _ = would_run("auto", "norm", LN, 8, x.dtype, "cuda", None, None)
+        chosen, _ = would_run("auto", "norm", LN, 8, x.dtype, "cuda", None, None, index)
         return x + (1 if chosen == "triton" else 2)
 
     assert add(torch.zeros(1)).item() == (1 if runs == "triton" else 2)
