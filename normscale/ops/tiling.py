@@ -6,7 +6,9 @@ thread serve both. Narrow rows share a tile. Beyond what registers hold in the b
 
 All of it depends on the width, the number of rows, the device and the `Demand` alone, so that results are the same from
 run to run. Up to width 8192 a row's bits do not depend on whether it is measured; above, statistics need registers
-that other warps or a kernel more for the weights must make room for, and sums are formed in another order.
+that other warps or a kernel more for the weights must make room for, and sums are formed in another order. One pass
+spills registers under any of these tilings: forward that of Pre-Norm's sum with LayerNorm on a measured step, in rows
+of 16384 (40 bytes a thread in half precision, 48 in fp32).
 """
 
 from dataclasses import dataclass
@@ -69,7 +71,7 @@ def forward_tiling(n_rows: int, width: int, device: torch.device, demand: Demand
         registers = 255 if demand.measured else 80
     elif block > WIDEST_PLAIN:
         registers = None if demand.measured else 64
-    elif block == WIDEST_PLAIN and (demand.vector or (demand.itemsize > 2 and (demand.stream or demand.measured))):
+    elif block == WIDEST_PLAIN and (demand.vector or (demand.itemsize > 2) + demand.stream + demand.measured > 1):
         registers = 128
     return Tiling(block, rows, warps, programs, registers=registers)
 
@@ -89,7 +91,7 @@ def backward_tiling(n_rows: int, width: int, device: torch.device, demand: Deman
     if reread:
         # 16 warps have 128 registers a thread, which the sums over rows need; a sum less to hold, 32 warps have enough.
         warps = 32 if demand.vector and demand.itemsize > 2 and width > WIDEST_REREAD else 16
-        registers = 128 if demand.stream else None
+        registers = 128 if demand.stream and not (demand.measured and demand.itemsize > 2) else None
     tiles = -(-n_rows // rows)
     if sums and not is_split(width, demand):
         programs = min(tiles, 2 * processors(device), max(1, n_rows // 40))

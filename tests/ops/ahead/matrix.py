@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from normscale.ops.launch import (
 from normscale.ops.spec import NormSpec
 from normscale.ops.tiling import WIDEST_ALPHA, WIDEST_PLAIN, forward_tiling
 
-Form = Literal["norm", "add_norm", "residual_norm", "handle", "dropout", "statistics", "admin"]
+Form = Literal["norm", "add_norm", "residual_norm", "handle", "dropout", "statistics", "admin", "add_norm measured"]
+MEASURED = ("statistics", "add_norm measured")  # of a sum with alpha, and of Pre-Norm's
+ADDS = ("add_norm", "add_norm measured")
 
 WIDTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 12288, 16384)
 ELSEWHERE = (128, 1024, 8192)  # on the targets that are not tuned for
@@ -64,9 +66,9 @@ class Case:
 
     def calls(self) -> Iterator[tuple[str, Call, dict[str, int]]]:
         """Yields the name, the call and the byte table of each kernel, on tensors without memory."""
-        forward = FORWARD["residual_norm" if self.form not in FORWARD else self.form]
+        forward = FORWARD[self._sum if self._sum in FORWARD else "residual_norm"]
         yield "forward", self._forward(), forward
-        backward = dict(BACKWARD["residual_norm" if self.form not in BACKWARD else self.form])
+        backward = dict(BACKWARD[self._sum if self._sum in BACKWARD else "residual_norm"])
         if self.folded:
             del backward["dhandle_ptr"]
         for call in self._backward():
@@ -75,9 +77,14 @@ class Case:
             else:
                 again = 2 if call.arguments["REREAD"] else 1
                 yield "backward", call, {n: again * v if n in READ_AGAIN else v for n, v in backward.items()}
-        if self.form == "statistics":
+        if self.form in MEASURED:
             rows, index = _meta((8, 3), torch.float32), _meta((1,), torch.int64)
             yield "reduce", reduce_call(_meta((132, 4), torch.float32), rows, index), {}
+
+    @property
+    def _sum(self) -> str:
+        """The form without what is measured of it."""
+        return self.form.removesuffix(" measured")
 
     @property
     def folded(self) -> bool:
@@ -85,7 +92,7 @@ class Case:
         return self.form == "handle" and self.dtype == "fp32" and self.width > WIDEST_PLAIN
 
     def _inputs(self) -> Inputs:
-        summed = self.form not in ("norm", "add_norm")
+        summed = self.form not in ("norm", *ADDS)
         alpha = _meta((self.width,) if self.form == "admin" else (), torch.float32) if summed else None
         return Inputs(
             x=self._activation(),
@@ -99,26 +106,28 @@ class Case:
 
     def _forward(self) -> Call:
         inputs, partials = self._inputs(), None
-        if self.form == "statistics":
-            demand = forward_demand(inputs.x, inputs.residual, inputs.alpha, self.kind, store_z=False, measured=True)
+        if self.form in MEASURED:
+            store_z = self.form in ADDS
+            demand = forward_demand(inputs.x, inputs.residual, inputs.alpha, self.kind, store_z, measured=True)
             partials = _meta((forward_tiling(ROWS, self.width, inputs.x.device, demand).programs, 4), torch.float32)
-        z = self._activation() if self.form == "add_norm" else None
+        z = self._activation() if self.form in ADDS else None
+        of_y = None if self.form in ADDS else partials  # Pre-Norm measures its stream, and not what is seen of it
         bias = self._weight() if self.kind == "layernorm" else None
-        return forward_call(inputs, bias, self._activation(), z, self._moments(), partials, partials)
+        return forward_call(inputs, bias, self._activation(), z, self._moments(), partials, of_y)
 
     def _backward(self) -> Iterator[Call]:
         inputs = self._inputs()
         handle = self.form == "handle"
         arrives = handle and not self.folded
-        if self.form == "add_norm":  # the stream is saved, and the norm of it differentiated
+        if self.form in ADDS:  # the stream is saved, and the norm of it differentiated
             inputs = Inputs(inputs.x, None, None, inputs.gamma, None, 0.0, inputs.spec)
         gradients = Gradients(
             self._activation(),
             self._activation() if arrives else None,
             _meta((), torch.float32) if arrives else None,
-            self._activation() if self.form == "add_norm" else None,
+            self._activation() if self.form in ADDS else None,
         )
-        measured, want_alpha = self.form == "statistics", self.form == "admin" and self.width <= WIDEST_ALPHA
+        measured, want_alpha = self.form in MEASURED, self.form == "admin" and self.width <= WIDEST_ALPHA
         plan = backward_plan(inputs, gradients, measured=measured, want_affine=True, want_alpha=want_alpha)
         sums = _meta((plan.partial_rows, self.width), torch.float32)
         wanted = Wanted(
@@ -163,6 +172,9 @@ def usual() -> Iterator[Case]:
     for form in ("dropout", "statistics", "admin"):
         yield Case("sm_90", form, "layernorm", "bf16", 1024)  # type: ignore[arg-type]
         yield Case("sm_90", form, "rmsnorm", "bf16", 8192)  # type: ignore[arg-type]
+    for kind in KINDS:
+        for dtype in ("bf16", "fp32"):
+            yield Case("sm_90", "add_norm measured", kind, dtype, 16384)  # type: ignore[arg-type]
     for width in UNEVEN:
         yield Case("sm_90", "residual_norm", "layernorm", "bf16", width)
     yield Case("sm_90", "residual_norm", "layernorm", "fp32", 4100)
@@ -175,7 +187,7 @@ def full() -> Iterator[Case]:
     for case in usual():
         seen.add(case)
         yield case
-    forms: tuple[Form, ...] = ("norm", "add_norm", "residual_norm", "handle", "dropout", "statistics", "admin")
+    forms: tuple[Form, ...] = get_args(Form)
     for target in TARGETS:
         for form in forms:
             for kind in KINDS:
