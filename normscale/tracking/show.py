@@ -340,8 +340,9 @@ def _first_bad(record: RunRecord, look: Look) -> list[str]:
         lines += _labelled(label, plain(text, 400), look)
     for table in report.tables:
         if table.title.startswith("Run-up"):
-            rows = [table.head, *table.rows]
-            lines += _aligned([[row[0], *row[1:][-RUN_UP:]] for row in rows], "run-up", look)
+            rows, whose = [table.head, *table.rows], event.get("run_up_of")
+            lines += _labelled("run-up", f"of {plain(str(whose), 400)}", look) if whose else []
+            lines += _aligned([[row[0], *row[1:][-RUN_UP:]] for row in rows], "" if whose else "run-up", look)
         elif table.title.startswith("Handed"):
             names = [row[0] for row in table.rows]
             more = f" and {len(names) - HANDED_ON} more" if len(names) > HANDED_ON else ""

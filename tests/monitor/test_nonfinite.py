@@ -37,7 +37,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     ],
 )
 def test_the_first_bad_value_is_named_and_the_step_not_applied(
-    module: str, value: float, backward: bool, phase: str, kind: str, tensor: str, tmp_path: Path
+    module: str,
+    value: float,
+    backward: bool,
+    phase: str,
+    kind: str,
+    tensor: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = net(3)
     Poison(model, module, value, backward)
@@ -78,6 +85,9 @@ def test_the_first_bad_value_is_named_and_the_step_not_applied(
         (table,) = [table for table in report_of(found, event).tables if table.title.startswith("Run-up")]
         assert "steps of the whole model, as" in table.title
         assert [line[0] for line in table.rows][:2] == ["loss_train", "grad_norm"]
+        capsys.readouterr()
+        assert main(["show", monitor.run_dir.as_posix()]) == 0
+        assert "of the whole model" in capsys.readouterr().out
 
 
 def test_a_gradient_that_goes_wrong_on_the_way_back_is_told_from_the_forward(tmp_path: Path) -> None:
