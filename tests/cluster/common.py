@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]  # of the checkout
 PYTHON = (sys.executable, "-E", "-S")  # starts in 20 ms
-PATIENCE = float(os.environ.get("PATIENCE", "1"))  # what time limits are multiplied by, on a busy machine
+PATIENCE = float(os.environ.get("PATIENCE", "2"))  # what limits, which are those of an idle machine, are multiplied by
 
 
 def wait_until(true: Callable[[], object], limit_s: float, every_s: float = 0.05) -> bool:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,13 +190,14 @@ def launcher_on(host: Host, name: str) -> int:
 
 def rank_on(host: Host, limit_s: float = 5.0) -> int:
     """Returns the process of the only rank that runs on a host."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        found = [process.pid for process in host.processes() if _after_train(process.argv)]
-        if len(found) == 1:
-            return found[0]
-        assert time.monotonic() < deadline, [process.line for process in host.processes()]
-        time.sleep(0.05)
+    found: list[int] = []
+
+    def there() -> bool:
+        found[:] = [process.pid for process in host.processes() if _after_train(process.argv)]
+        return len(found) == 1
+
+    assert wait_until(there, limit_s), [process.line for process in host.processes()]
+    return found[0]
 
 
 def whole(runs: Path) -> list[int]:

@@ -195,10 +195,8 @@ def test_a_host_loses_its_power(life: Life) -> None:
     assert "node1" in done.err
     assert events(life.record, "rank_lost")[-1]["ranks"] == [1]
 
-    asked = time.monotonic()  # it is still off: said at once, not by a time limit of the ranks
-    done = life.refused(life.launch(), QUICKLY_S)
+    done = life.refused(life.launch(), QUICKLY_S)  # it is still off: said at once, not by a time limit of the ranks
     assert "node1" in done.err
-    assert time.monotonic() - asked < QUICKLY_S
 
 
 @pytest.fixture
