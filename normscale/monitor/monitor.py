@@ -74,12 +74,11 @@ class Monitor:
     `accelerator.backward`. Every rank makes a monitor and calls it alike; rank 0 writes.
 
     It does not change training: no random numbers or gradients. The host waits for a GPU once a step, as it does to
-    read a loss; what a recorded step has measured there is written when the
-    next step is read, or at the end. A step that is not applied is undone in whole: buffers that its forward passes
-    wrote, such as running averages, are put back, of which a copy is kept each step. Micro-batches are kept by
-    reference until the step is made: fill a new one each time, else a replay has other numbers, which its record then
-    says. A replay calls the model again, and with it the loop's own forward hooks on modules and gradient hooks on
-    parameters.
+    read a loss; what a recorded step has measured there is written when the next step is read, or at the end. A step
+    that is not applied is undone in whole: buffers that its forward passes wrote, such as running averages, are put
+    back, of which a copy is kept each step. Micro-batches are kept by reference until the step is made: fill a new one
+    each time, else a replay has other numbers, which its record then says. A replay calls the model again, and with it
+    the loop's own forward hooks on modules and gradient hooks on parameters.
 
     Not measured are the logits and the entropy of attention: where a model that is not ours keeps its queries and keys
     is not known. What a model does not show of the rest (logits in its output, norms outside of compiled code, an Adam
