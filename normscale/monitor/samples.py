@@ -1,6 +1,7 @@
 """Entries spread evenly over the tensors of every block, as one vector: what is kept and read of them all is little."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from normscale.probes.sending import sent
 from normscale.probes.weights import ENTRIES
 
 LEAST = 64  # entries of a tensor that are taken at least, or all it has
+
+Cut = tuple[tuple[int, int], tuple[int, int]]
+"""Sizes and strides of a view."""
 
 
 class Samples:
@@ -24,7 +28,8 @@ class Samples:
         tensors = [tensor for group in groups for tensor in group]
         self.sizes, self.device, self.groups = sizes_of(tensors), device, len(groups)
         self.share = max(LEAST, most // max(1, len(tensors))) if sum(self.sizes) > most else None
-        taken = [_taken(local(tensor), self.share).numel() for tensor in tensors]
+        with torch.no_grad():
+            taken = [_taken(local(tensor), self.share).numel() for tensor in tensors]
         owner = [i for i, group in enumerate(groups) for _ in group]
         self.partial = [False] * len(groups)
         for i, size, n in zip(owner, self.sizes, taken, strict=True):
@@ -41,12 +46,14 @@ class Samples:
         """Returns whether tensors are still of these sizes, and on this device."""
         return self.device == device and self.sizes == sizes_of(tensors)
 
+    @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the entries, as a copy, of tensors of the same shapes and strides.
 
         Shape: result [entries].
         """
-        return torch.cat([_taken(local(tensor), self.share).to(self.device) for tensor in tensors])
+        taken = [_taken(local(tensor), self.share) for tensor in tensors]
+        return torch.cat([each if each.device == self.device else each.to(self.device) for each in taken])
 
     def spread(self, values: Tensor) -> Tensor:
         """Returns a number a tensor as one an entry.
@@ -75,10 +82,16 @@ def _taken(piece: Tensor, share: int | None) -> Tensor:
 
     Shape: result [entries].
     """
-    piece = piece.detach()
-    strides = piece.stride()
-    as_it_lies = piece.permute(sorted(range(piece.dim()), key=lambda dim: -strides[dim]))
-    if share is None or not as_it_lies.is_contiguous():
-        return piece.reshape(-1)
-    lines, width, step = sample_of(piece.numel(), share)
-    return piece.as_strided((lines, width), (step, 1), piece.storage_offset()).reshape(-1)
+    cut = None if share is None else _cut(piece.shape, piece.stride(), share)
+    return piece.reshape(-1) if cut is None else piece.as_strided(*cut).reshape(-1)
+
+
+@lru_cache(maxsize=4096)  # a deep model has thousands of tensors, of a few shapes
+def _cut(shape: tuple[int, ...], strides: tuple[int, ...], share: int) -> Cut | None:
+    """Returns what is taken of a tensor, as a view of it; None where it is not dense."""
+    as_it_lies = torch.empty_strided(shape, strides, device="meta")
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    if not as_it_lies.permute(order).is_contiguous():
+        return None
+    lines, width, step = sample_of(as_it_lies.numel(), share)
+    return (lines, width), (step, 1)

@@ -48,6 +48,19 @@ def test_of_many_entries_some_of_each_tensor_estimate_the_sums() -> None:
     assert taken.spread(torch.arange(4.0)).unique().tolist() == [0, 1, 2, 3]
 
 
+def test_what_is_taken_of_a_tensor_is_its_own_wherever_it_lies() -> None:
+    base = torch.arange(120_000.0).view(300, 400)
+    tensors = [base[100:], base[:100], base[:100].t(), base[:100, 200:], base.view(600, 200)[:100]]
+    taken = Samples([[x] for x in tensors], CPU, most=5000)
+    values, owner = taken(tensors), taken.spread(torch.arange(5.0))
+    for i, (x, partial) in enumerate(zip(tensors, taken.partial, strict=True)):
+        own = values[owner == i]
+        assert torch.isin(own, x).all()
+        assert own.unique().numel() == own.numel()
+        assert partial == (own.numel() < x.numel())
+    assert taken.partial == [True, True, True, False, True]  # one that is not dense is taken whole
+
+
 def test_updates_of_a_sample_are_near_those_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     profiles = []
     for most in (samples.ENTRIES, 4000):
