@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from normscale.arguments import LOST_RANK
+from normscale.arguments import LOST_RANK, STOPPED_ELSEWHERE
 
 STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -32,6 +32,11 @@ class Failure:
     def stopped(self) -> bool:
         """Returns whether the rank only did as a signal told it."""
         return self.exit_code in STOPPED
+
+    @property
+    def stopped_elsewhere(self) -> bool:
+        """Returns whether that signal came to another rank, of another host where none came to this one."""
+        return self.stopped and self.error.startswith(STOPPED_ELSEWHERE)
 
     @property
     def followed(self) -> bool:

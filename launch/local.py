@@ -27,7 +27,8 @@ def run(
     SIGINT, SIGTERM and SIGHUP reach the ranks as SIGTERM (a second one ends them at once), but for those that nohup or
     a shell's `&` have us ignore; what has not ended after `grace_s` is killed, and when this returns no process of the
     launch is left but a sink that still replays records. SIGUSR1, by which a scheduler tells of the end to come, is
-    passed on alone. With `restarts`, what `command` starts deals with ranks that fail, until a signal was passed on.
+    passed on alone. With `restarts`, what `command` starts deals with ranks that fail, until a signal was passed on,
+    here or on another host.
     `first_rank` is that of this host, None where only the ranks will know it.
     """
     noted: list[int] = []
@@ -86,8 +87,9 @@ def _wait(ranks: Supervised, noted: list[int], grace_s: float, restarts: bool) -
     before = ranks.ends()
     while not ranks.poll():
         before = before if noted else ranks.ends()
-        # Ranks that end because they were told to are not to be started again.
-        if len(stops(noted)) > 1 or (restarts and noted and ranks.ends() != before):
+        # Ranks that end because they were told to, here or on another host, are not to be started again.
+        told = ranks.ends() != before if noted else ranks.stopped_elsewhere()
+        if len(stops(noted)) > 1 or (restarts and told):
             ranks.end_within(0.0)
         elif stops(noted) or (not restarts and ranks.failure()):
             ranks.end_within(grace_s)

@@ -116,6 +116,10 @@ class Supervised:
         told = sorted((failure.rank, failure.t) for failure in failures_in(self.folder))
         return (*told, self._noise.failures())
 
+    def stopped_elsewhere(self) -> bool:
+        """Returns whether ranks have ended because those of another host were told to."""
+        return any(failure.stopped_elsewhere for failure in failures_in(self.folder))
+
     def signal(self, number: int) -> None:
         """Passes a signal on to the ranks; while there are none yet, to what starts them.
 

@@ -22,6 +22,9 @@ Say = Callable[[str], None]
 LOST_RANK = "lost the connection to another rank"
 """How the line of a rank begins that failed only because another one was gone."""
 
+STOPPED_ELSEWHERE = "stopped by a signal to another rank"
+"""How the line of a rank begins that ended because another one was told to, on this host or on another."""
+
 _NO_MEMORY = re.compile(r"can't allocate memory|cannot allocate memory|out of memory|not enough memory", re.I)
 _RANKS = re.compile(r"gloo|nccl|process ?group|TCPStore|c10d", re.I)
 _LOST = re.compile(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from normscale.arguments import Stopped
+from normscale.arguments import STOPPED_ELSEWHERE, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 5.0  # a scheduler's signal comes again by way of each agent that passes it on
@@ -23,8 +23,8 @@ class Preempted(Stopped):
     speaker = 0
 
     def __init__(self, step: int, number: int | None) -> None:
-        name = "a signal to another rank" if number is None else signal.Signals(number).name
-        super().__init__(signal.SIGTERM, f"stopped by {name} after step {step}, with a checkpoint to go on from")
+        stopped = STOPPED_ELSEWHERE if number is None else f"stopped by {signal.Signals(number).name}"
+        super().__init__(signal.SIGTERM, f"{stopped} after step {step}, with a checkpoint to go on from")
 
 
 class Asked:

@@ -14,6 +14,7 @@ import pytest
 
 from launch.failures import Failure
 from launch.noise import AgentNoise
+from normscale.train.preempt import Preempted
 
 from .test_command import AWKWARD
 
@@ -292,6 +293,17 @@ def test_ranks_that_were_told_to_stop_are_not_started_again(tmp_path: Path, numb
     assert finish(process)[0] == 143
     assert time.monotonic() - begun < 15  # and not the time for a checkpoint (20 s), or for ever
     assert_gone(ranks)
+
+
+def test_ranks_that_end_as_those_of_another_host_were_told_to_are_not_started_again(tmp_path: Path):
+    """Their agent would wait for that host, which does not come back."""
+    line = Preempted(5, None).args[0]
+    hold = "signal.signal(15, signal.SIG_IGN)\ntime.sleep(60)"  # the agent starts none again before this one has ended
+    begun = time.monotonic()
+    process = start_elastic(tmp_path, f"if rank == '0':\n    leave(143, {line!r})\n{hold}")
+    code, _, err = finish(process)
+    assert (code, len(pids(tmp_path))) == (143, 2), err
+    assert time.monotonic() - begun < 30  # which it gives to ranks that it ends
 
 
 def test_ranks_that_fail_are_started_again(tmp_path: Path):
