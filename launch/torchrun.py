@@ -65,6 +65,9 @@ class Elastic:
         if node is not None:
             if not 0 <= node < count:
                 raise LaunchError(f"--node {node}: not one of --nnodes {self.nnodes}, of which the first is 0")
+            if self.max_restarts:
+                what = f"--max-restarts {self.max_restarts}"
+                raise LaunchError(f"{what}: hosts that have numbers (--node) start nothing again; leave one out")
             master = (place["host"].strip("[]"), int(place["port"]))
             argv = static(args, nnodes=count, node=node, nproc=self.nproc, master=master, entry=entry)
             return here(argv, self.nproc, device, environ)

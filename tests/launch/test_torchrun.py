@@ -41,6 +41,11 @@ def test_a_numbered_host_meets_the_others_at_a_fixed_place():
     )
 
 
+def test_numbered_hosts_refuse_restarts_which_they_would_not_make():
+    with pytest.raises(LaunchError, match=r"--max-restarts 2: hosts that have numbers \(--node\) start nothing again"):
+        Elastic("n1:29500", "2", max_restarts=2).command(["c.yaml"], "cpu", {}, 1)
+
+
 def test_a_plan_made_before_is_kept_and_other_leftovers_are_not():
     environ = {"NORMSCALE_PLAN": "x", "RANK": "1", "NORMSCALE_STATUS_DIR": "y"}
     rendered = Elastic("n1:29500").command(["c.yaml"], "cpu", environ)
