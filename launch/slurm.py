@@ -201,10 +201,11 @@ def _submit(batch: Batch, stem: Path, scripts: Sequence[tuple[str, str]]) -> int
 
 def _mend(batch: Batch, reason: str) -> str:
     """Returns what may mend a refusal, where the reason tells."""
+    asked = batch.cores * batch.ranks if NO_CORES.search(reason) else 0
     if batch.gpus and NO_GPUS.search(reason):
-        cores = f", and {batch.cores * batch.ranks} cores (--cpus)" if NO_CORES.search(reason) else ""
+        cores = f", and {asked} cores (--cpus)" if asked else ""
         lists = "sinfo -o '%P %G %c' lists those of each partition; GPUS=0 takes CPUs"
         return f": has any node {batch.gpus} GPU(s){cores}? {lists}"
-    if NO_CORES.search(reason):
-        return f": has any node {batch.cores * batch.ranks} cores? sinfo -o '%P %c' lists those of each partition"
+    if asked:
+        return f": has any node {asked} cores? sinfo -o '%P %c' lists those of each partition"
     return ""

@@ -313,6 +313,9 @@ def test_cores_that_a_cluster_does_not_have_are_hinted_at(slurm_here: Path, caps
     assert "has any node 8 GPU(s), and 72 cores (--cpus)? sinfo " in capsys.readouterr().err
     assert main([*words, "--cpus", "9", "--", QUICK]) == 2
     assert "has any node 9 cores? sinfo " in capsys.readouterr().err
+    for gpus in ("0", "8"):  # none were asked for
+        assert main([*words, "--gpus", gpus, "--cpus", "0", "--", QUICK]) == 2
+        assert " cores" not in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_script_and_submits_nothing(slurm_here: Path, capsys: pytest.CaptureFixture[str]):
