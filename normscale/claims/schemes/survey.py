@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from normscale.claims.claim import Cell, Claim, Grid, Profile, ProfileName, Settings
-from normscale.claims.compact import Published, compact, read_published
+from normscale.claims.compact import Published, compact, read_published, seconds_a_step
 from normscale.claims.manifest import cells_of, results_of
 from normscale.claims.protocol import DEPTH, DESCRIBED, RAMP_NUMBERS
 from normscale.claims.report import Reported
@@ -110,10 +110,17 @@ def publish(runs: Path, published: Path) -> list[Path]:
 
 
 def _keep_times_apart(told: dict[str, Any], one: Reported, kept: Published) -> None:
-    """Takes the time of a step from cells that were run on another kind of machine than what was published."""
+    """Takes the time of a step from cells that were run on another kind of machine than what was published.
+
+    Where that is of several kinds, of which only one tells times, those alone stay that were published.
+    """
     machines = {environment.get("cpu") for environment in kept.environment}
+    times = {run: seconds_a_step(result) for run, result in zip(kept.run_ids, kept.results, strict=True)}
     for cell, result in zip(told["cells"], one.results, strict=True):
-        if result.record is not None and result.record.start.get("environment", {}).get("cpu") not in machines:
+        if result.record is None:
+            continue
+        elsewhere = result.record.start.get("environment", {}).get("cpu") not in machines
+        if elsewhere or (len(machines) > 1 and cell.get("seconds_a_step") != times.get(cell["run"])):
             cell.pop("seconds_a_step", None)
 
 

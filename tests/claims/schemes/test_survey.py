@@ -134,9 +134,10 @@ def test_times_of_a_step_are_compared_among_runs_of_one_machine(tmp_path: Path, 
     file.write_text(file.read_text().replace("a cpu", cpu))
     store(tmp_path / "mine", ["post"])
     assert step_time(runs_of(survey.found(tmp_path / "mine", tmp_path)), "post") is None
-    cells = _published(tmp_path / "mine", tmp_path)["cells"]
-    timed = {survey.scheme_of(cell["arm"]) for cell in cells if "seconds_a_step" in cell}
-    assert timed == ({"pre", "post"} if cpu == "a cpu" else {"pre"})
+    for _ in range(2):  # what was published once is published again
+        cells = _published(tmp_path / "mine", tmp_path)["cells"]
+        timed = {survey.scheme_of(cell["arm"]) for cell in cells if "seconds_a_step" in cell}
+        assert timed == ({"pre", "post"} if cpu == "a cpu" else {"pre"})
 
 
 def _published(runs: Path, published: Path) -> dict[str, Any]:
