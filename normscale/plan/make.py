@@ -219,6 +219,12 @@ def _accumulate(plan: Made, own: Option, size: Size, found: Skeleton) -> int | N
         step = _step(held, traces.training(own, tried.model.checkpointing))
         return max(step, held.bytes + traces.evaluation(own).bytes) <= usable
 
-    larger = [accumulate for accumulate in range(config.train.accumulate + 1, each + 1) if each % accumulate == 0]
+    larger = [accumulate for accumulate in _divisors(each) if accumulate > config.train.accumulate]
     place = bisect.bisect_left(larger, True, key=fits)
     return larger[place] if place < len(larger) else None
+
+
+def _divisors(number: int) -> list[int]:
+    """Returns all numbers that divide one, in order; that of a batch may be as large as a configuration takes."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})

@@ -103,6 +103,19 @@ def test_what_would_fit_is_planned_as_fitting(gib: float, accumulate: int | None
     assert [n for n in fits if fits[n]] == ([accumulate] if accumulate else [])
 
 
+@pytest.mark.timeout(120)
+def test_a_batch_beyond_any_machine_is_not_worked_at_without_end() -> None:
+    config = revise(load(TRAIN / "quick.yaml"), {"train.batch": 10**12, "engine.name": "plain"})
+    plan = made(config, Asked(gpu=find_gpu(None, 8.0)))
+    assert plan.fits is False
+    assert plan.accumulate is not None
+    divisors = [2**i * 5**j for i in range(13) for j in range(13)]
+    assert plan.accumulate in divisors
+    smaller = max(each for each in divisors if each < plan.accumulate)
+    fits = [made(revise(config, {"train.accumulate": n}), plan.asked).fits for n in (smaller, plan.accumulate)]
+    assert fits == [False, True]
+
+
 def test_an_evaluation_alone_that_does_not_fit_is_said() -> None:
     config = revise(load(TRAIN / "wmt17-100-100.yaml"), {"train.batch": 64, "train.accumulate": 1})
     config = revise(config, {"model.checkpointing": True, "precision.compute": "fp32", "engine.name": "deepspeed"})
