@@ -12,7 +12,7 @@ from typing import Literal
 
 from launch.plan_env import plan_env
 from normscale.errors import LaunchError
-from normscale.planned import DEVICE, SINCE
+from normscale.planned import DEVICE, SINCE, VARIABLE
 
 Device = Literal["auto", "cpu", "cuda"]
 MOST_RANKS = 1024
@@ -38,7 +38,7 @@ STRAY_PREFIXES = (
     "FSDP_",
     "PYTHON_EXEC",
     "NORMSCALE_STATUS_DIR",
-    "NORMSCALE_PLAN",
+    VARIABLE,
     DEVICE,
     SINCE,
 )

@@ -21,6 +21,8 @@ in its own environment or does without.
 import re
 from collections.abc import Mapping
 
+from normscale.planned import DEVICE, SINCE, VARIABLE
+
 NAMES = frozenset(
     (
         "OMP_NUM_THREADS",
@@ -38,7 +40,7 @@ NAMES = frozenset(
 )
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "NORMSCALE_")
 SECRETS = frozenset(("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"))
-OWN = ("NORMSCALE_STATUS_DIR", "NORMSCALE_PLAN", "NORMSCALE_DEVICE", "NORMSCALE_FRESH_SINCE", "NORMSCALE_MAKE_")
+OWN = ("NORMSCALE_STATUS_DIR", VARIABLE, DEVICE, SINCE, "NORMSCALE_MAKE_")
 """What belongs to one launch on one host."""
 
 TOOLS = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "LC_ALL", "TMPDIR", "TERM", "SSH_AUTH_SOCK", "LD_LIBRARY_PATH")
