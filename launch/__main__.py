@@ -108,9 +108,9 @@ def _ssh(options: argparse.Namespace, args: list[str]) -> int:
     place = ssh.Place(options.remote_dir or os.getcwd(), options.remote_python or sys.executable)
     if options.claim is not None:
         if dry_run(options):
-            print("\n".join(ssh.claim_shown(hosts, args, place=place, limits=limits, device=options.device)))
+            print("\n".join(ssh.claim_shown(hosts, args, place, limits, options.device)))
             return 0
-        return ssh.claim(hosts, args, place=place, limits=limits, device=options.device)
+        return ssh.claim(hosts, args, place, limits, options.device)
     meeting = ssh.Meeting(options.port or 0, options.master_addr, options.device)
     if options.port is not None:
         command.check_port_number(options.port)

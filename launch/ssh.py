@@ -111,21 +111,13 @@ def train_env(
     return env
 
 
-def claim(
-    hosts: Sequence[Host],
-    words: Sequence[str],
-    *,
-    place: Place,
-    limits: Limits,
-    device: Device = "auto",
-    environ: Mapping[str, str] = os.environ,
-) -> int:
+def claim(hosts: Sequence[Host], words: Sequence[str], place: Place, limits: Limits, device: Device = "auto") -> int:
     """Runs a claim: a part of its runs on each host, then the verdict on the first.
 
     `words` are those of `normscale claim run`. A host whose part failed does not stop the others.
     """
     _need_ssh(place)
-    env = handed_on(environ) | secrets(environ) | device_env(device)
+    env = handed_on(os.environ) | secrets(os.environ) | device_env(device)
     for some, commands in claim_steps(hosts, words, place):
         with job(some, place, limits) as launched:
             launched.sites()
@@ -148,16 +140,10 @@ def claim_steps(
 
 
 def claim_shown(
-    hosts: Sequence[Host],
-    words: Sequence[str],
-    *,
-    place: Place,
-    limits: Limits,
-    device: Device = "auto",
-    environ: Mapping[str, str] = os.environ,
+    hosts: Sequence[Host], words: Sequence[str], place: Place, limits: Limits, device: Device = "auto"
 ) -> list[str]:
     """Returns what DRY_RUN=1 prints of a claim, as `train_shown` does."""
-    before = _setting(handed_on(environ) | device_env(device))
+    before = _setting(handed_on(os.environ) | device_env(device))
     steps = claim_steps(hosts, words, place)
     return [line for some, commands in steps for line in shown(some, commands, place, limits, before)]
 

@@ -104,8 +104,9 @@ def test_a_claim_is_parts_and_then_a_judge_on_the_first_host():
 
 
 @pytest.mark.parametrize(("device", "sets"), [("cpu", "ACCELERATE_USE_CPU=true"), ("cuda", "NORMSCALE_DEVICE=cuda")])
-def test_a_claim_keeps_to_the_device(device: Device, sets: str):
-    lines = ssh.claim_shown(HOSTS, ["depth"], place=PLACE, limits=Limits(), device=device, environ={"NCCL_DEBUG": "x"})
+def test_a_claim_keeps_to_the_device(device: Device, sets: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "x"})
+    lines = ssh.claim_shown(HOSTS, ["depth"], PLACE, Limits(), device)
     assert len(lines) == 3
     assert all(f"exec env NCCL_DEBUG=x {sets} /venv/bin/python -m normscale claim run" in line for line in lines)
 
