@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from normscale.tracking.reader import Profile, RunRecord, at
+from normscale.tracking.reader import Profile, RunRecord, at, flat
 from normscale.tracking.record import ABOUT_AN_ATTEMPT, PROBE_S, USER
 from normscale.tracking.show import points
 
@@ -41,11 +41,11 @@ def differences(a: RunRecord, b: RunRecord) -> dict[str, Any]:
     and `attempts` hold pairs by step, name and field, of what befell a step and an attempt; one that a single run
     has is a pair itself.
     """
-    sides = [_flat({key: at(record, key) for key in PLACES}) for record in (a, b)]
+    sides = [flat({key: at(record, key) for key in PLACES}) for record in (a, b)]
     summaries = [record.summary | {"outcome": (record.end or {}).get("outcome")} for record in (a, b)]
     numbers = _pairs(*summaries)
     return {
-        "config": _pairs(*(_flat(at(record, "config") or {}) for record in (a, b))),
+        "config": _pairs(*(flat(at(record, "config") or {}) for record in (a, b))),
         "place": _pairs(*sides),
         "numbers": {
             key: (*pair, None if key in (*POSITIONS, *SIGNED) else relative(*pair))
@@ -164,7 +164,7 @@ def _events(record: RunRecord, attempts: bool) -> dict[str, Any]:
         name, again = f"{event['step']} {event['event']}", 2
         while name in found:  # of several at one step, by their order
             name, again = f"{event['step']} {event['event']} {again}", again + 1
-        fields = _flat({key: value for key, value in event.items() if key not in OF_RECORDS}, f"{name}.")
+        fields = flat({key: value for key, value in event.items() if key not in OF_RECORDS}, f"{name}.")
         found |= {name: "happened"} | {
             key: value for key, value in fields.items() if key.split(".")[-1] not in OF_PLACES
         }
@@ -197,12 +197,3 @@ def _pairs(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, Pair]:
 def _same(a: Any, b: Any) -> bool:
     nans = [isinstance(x, float) and math.isnan(x) for x in (a, b)]
     return all(nans) or (not any(nans) and bool(a == b))
-
-
-def _flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Returns a nested mapping by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, item in section.items():
-        name = f"{before}{key}"
-        flat |= _flat(item, f"{name}.") if isinstance(item, Mapping) and item else {name: item}
-    return flat

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from normscale.tracking.manifest import Cell, Manifest
-from normscale.tracking.reader import RunRecord, Series, at
+from normscale.tracking.reader import RunRecord, Series, at, flat
 from normscale.tracking.record import MAX_KEYS, OF_TRAINERS, QUANTITIES, TRAINED_NATS, USER, has_trained
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
@@ -186,15 +186,6 @@ def settings_of(record: RunRecord) -> dict[str, str | int | float]:
         key: f"[{', '.join(map(str, value))}]" if isinstance(value, list) else value for key, value in found.items()
     }
     return {key: value for key, value in told.items() if isinstance(value, str | int | float)}
-
-
-def flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Returns a nested mapping by dotted keys."""
-    found: dict[str, Any] = {}
-    for key, item in section.items():
-        name = f"{before}{key}"
-        found |= flat(item, f"{name}.") if isinstance(item, Mapping) and item else {name: item}
-    return found
 
 
 def key_of(name: str, chars: int = KEY_CHARS) -> str:

@@ -131,6 +131,15 @@ def at(record: RunRecord, *keys: str) -> Any:
     return found
 
 
+def flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Returns a nested mapping by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, item in section.items():
+        name = f"{before}{key}"
+        found |= flat(item, f"{name}.") if isinstance(item, Mapping) and item else {name: item}
+    return found
+
+
 def row_names(record: RunRecord, profile: str) -> list[str]:
     """Returns what the rows of a profile are of, [] where that is not known.
 
