@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from launch import ssh
 from launch.__main__ import main
 from launch.command import Device
 from launch.hostfile import Host
-from launch.job import Limits, Site
+from launch.job import Limits, Site, Task
 from launch.remote import why_unreachable
 from normscale.errors import LaunchError
 from normscale.planned import planned_in
@@ -109,6 +110,34 @@ def test_a_claim_keeps_to_the_device(device: Device, sets: str, monkeypatch: pyt
     lines = ssh.claim_shown(HOSTS, ["depth"], PLACE, Limits(), device)
     assert len(lines) == 3
     assert all(f"exec env NCCL_DEBUG=x {sets} /venv/bin/python -m normscale claim run" in line for line in lines)
+
+
+class Told:
+    """Stands for the job of a claim; keeps what each host was to run."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def __enter__(self) -> "Told":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def sites(self) -> None: ...
+
+    def run(self, tasks: list[Task]) -> int:
+        self.tasks += tasks
+        return 0
+
+
+def test_a_claim_that_runs_keeps_to_the_device_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    told = Told()
+    monkeypatch.setattr(ssh, "job", lambda *_: told)
+    monkeypatch.setattr(shutil, "which", lambda program: program)
+    (tmp_path / "hosts").write_text("n0 slots=1\nn1 slots=1\n")
+    words = ["ssh", "--hostfile", str(tmp_path / "hosts"), "--device", "cpu", "--claim", "depth-ablation"]
+    assert main(words) == 0
+    assert [task.env.get("ACCELERATE_USE_CPU") for task in told.tasks] == ["true"] * 3
 
 
 @pytest.mark.parametrize(
