@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from normscale.tracking.manifest import Cell, Manifest
-from normscale.tracking.reader import RunRecord, Series, at, flat
+from normscale.tracking.reader import RunRecord, Series, at, flat, is_foreign
 from normscale.tracking.record import MAX_KEYS, OF_TRAINERS, QUANTITIES, TRAINED_NATS, USER, has_trained
 
 AT_END = "0-end/"  # keys of this section are written once, at step 0, from the summary
@@ -98,11 +98,6 @@ def _with_role(name: str, cell: Cell) -> str:
     extra = {"low-lr": f"lr{short_lr(cell.lr)}", "long": "long"}.get(cell.role, "")
     told = {"low-lr": (" lr",), "long": (" long", " steps")}.get(cell.role, ("",))
     return name if any(mark in name for mark in told) else f"{name} {extra}"
-
-
-def is_foreign(record: RunRecord) -> bool:
-    """Returns whether the run is of another loop than ours: nothing is then known of what it trains."""
-    return not at(record, "config", "model")
 
 
 def outcome(record: RunRecord, cell: Cell | None, alive: bool) -> str:

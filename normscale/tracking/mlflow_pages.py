@@ -11,9 +11,9 @@ from urllib.parse import quote
 from normscale.tracking.event_page import markdown
 from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
 from normscale.tracking.manifest import Manifest
-from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, is_foreign, model_class, update_at_end, without_keys
+from normscale.tracking.mlflow_layout import NOT_TRAINED, UNJUDGED, model_class, update_at_end, without_keys
 from normscale.tracking.mlflow_view import ALONE, APART
-from normscale.tracking.reader import RunRecord, at
+from normscale.tracking.reader import RunRecord, at, is_foreign
 from normscale.tracking.record import USER
 from normscale.tracking.text import named, nonfinite_points, number
 

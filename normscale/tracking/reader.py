@@ -131,6 +131,11 @@ def at(record: RunRecord, *keys: str) -> Any:
     return found
 
 
+def is_foreign(record: RunRecord) -> bool:
+    """Returns whether the run is of another loop than ours: nothing is then known of what it trains."""
+    return not at(record, "config", "model")
+
+
 def flat(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Returns a nested mapping by dotted keys."""
     found: dict[str, Any] = {}

@@ -11,8 +11,8 @@ from normscale.config.sources import plain
 from normscale.progress import duration
 from normscale.tracking.draw import Look, Plot, Points, span_of
 from normscale.tracking.event_report import is_bad, lines_of, report_of, sentence
-from normscale.tracking.mlflow_layout import is_foreign, model_class, outcome, settings_of, without_keys
-from normscale.tracking.reader import RunRecord, at
+from normscale.tracking.mlflow_layout import model_class, outcome, settings_of, without_keys
+from normscale.tracking.reader import RunRecord, at, is_foreign
 from normscale.tracking.record import PROBE_S, TRAINED_NATS, USER, too_few
 from normscale.tracking.show_depth import depth
 from normscale.tracking.spool import strict

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from normscale.config.sources import plain
-from normscale.tracking.mlflow_layout import is_foreign
-from normscale.tracking.reader import RunRecord
+from normscale.tracking.reader import RunRecord, is_foreign
 from normscale.tracking.record import QUANTITIES
 
 

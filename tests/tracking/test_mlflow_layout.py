@@ -10,7 +10,7 @@ from normscale.tracking import mlflow_view as views
 from normscale.tracking.draw import Look
 from normscale.tracking.manifest import read_manifest
 from normscale.tracking.mlflow_artifacts import event_folders
-from normscale.tracking.reader import read_run
+from normscale.tracking.reader import is_foreign, read_run
 from normscale.tracking.show import show
 from normscale.tracking.spool import SpoolWriter
 from tests.claims import synthetic
@@ -284,7 +284,7 @@ def test_the_first_line_of_a_run_names_the_culprit_and_its_events_follow(runs):
 
 def test_a_run_of_another_loop_has_an_outcome_parameters_and_a_page(runs):
     record = read_run(runs / make_foreign(runs))
-    assert layout.is_foreign(record)
+    assert is_foreign(record)
     assert (layout.outcome(record, None, False), layout.status(record, False)) == ("finished", "FINISHED")
     found = layout.params(record, None)
     assert list(found)[:5] == ["model", "layers", "params", "lr", "data"]
