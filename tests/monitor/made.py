@@ -126,10 +126,12 @@ class Poison:
         self.now = self.always or bool(args[0].view(-1)[0] == MARK)
 
     def spoil(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        return _Spoilt.apply(output, self.value, self.backward) if self.now else None
+        return Spoilt.apply(output, self.value, self.backward) if self.now else None
 
 
-class _Spoilt(torch.autograd.Function):
+class Spoilt(torch.autograd.Function):
+    """The identity, but that one entry, of the output or of the gradient, is `value`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: float, backward: bool) -> Tensor:
         ctx.value, ctx.backward = value, backward

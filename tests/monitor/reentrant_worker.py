@@ -9,7 +9,6 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import normscale
-from tests.monitor.made import batches, loss_fn
+from tests.monitor.made import Spoilt, batches, loss_fn
 
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 
@@ -34,18 +33,6 @@ class Block(nn.Module):
         return x + checkpoint(self.inner, self.norm(x), use_reentrant=True)  # type: ignore[no-any-return]
 
 
-class Spoilt(torch.autograd.Function):
-    """The identity; a gradient of NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * math.nan
-
-
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     torch.manual_seed(0)
@@ -57,7 +44,7 @@ def main() -> None:
 
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
         loss = loss_fn(model, batch)
-        return Spoilt.apply(loss) if batch[0, 0] == 9 else loss  # type: ignore[no-any-return]
+        return Spoilt.apply(loss, math.nan, True) if batch[0, 0] == 9 else loss  # type: ignore[no-any-return]
 
     monitor = normscale.Monitor(model, loss_of, runs=OUT / "runs", every=1)
     said = []
