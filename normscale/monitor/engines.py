@@ -110,7 +110,8 @@ class Engine:
 
     What DDP averages over all ranks is the same on each, to the bit, so that all decide alike without a word; where
     ranks hold shards, or something else that is not known, one sum of a few numbers a step makes them. That is so, too,
-    where the optimizer has a parameter beside DDP's, or one that DDP ignores, and where DDP spans a part of the ranks.
+    where the optimizer has a parameter beside DDP's, or one that DDP ignores, where DDP spans a part of the ranks, and
+    where parameters were frozen or thawed since it was made.
     """
 
     name = "plain"
@@ -203,6 +204,8 @@ class Engine:
             if state is not None and asked.optimizer.step_was_skipped:
                 reason = "skipped by the engine"
         elif scaler is not None:
+            if found is not None and not self.alike(gradients):
+                _told(scaler, optimizer, self.sum(found))
             scaler.update()
         after = None if scale is None else Fetched(_scale_of(scaler, gradients.device))
         at_once = after is not None and (after.ready or reason != "applied")
@@ -302,11 +305,17 @@ def whole(norm: Any) -> Any:
 
 
 def _averaged(ddp: DistributedDataParallel, world: int) -> dict[int, Tensor]:
-    """Returns by id the parameters whose gradients DDP averages over all ranks."""
+    """Returns by id the parameters whose gradients DDP averages over all ranks.
+
+    Those are the ones that were trained when it was made. Of these it says only how many there were: none are known
+    where that is not their number now.
+    """
     if ddp.process_group.size() < world:
         return {}
     ignored = ddp.parameters_to_ignore
-    return {id(p): p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+    trained = {id(p): p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+    said = cast(Any, ddp)._get_ddp_logging_data()
+    return trained if said.get("num_parameter_tensors") == len(trained) else {}
 
 
 def _rate(groups: Any) -> float | Fetched | None:
@@ -354,3 +363,9 @@ def _unscaled(scaler: Any, optimizer: Any) -> Tensor:
         raise BadInput("monitor.step: scaler.step was called already; leave the step to the monitor")
     found: list[Tensor] = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     return torch.stack([flag.reshape(()).to(found[0].device) for flag in found]).amax()
+
+
+def _told(scaler: Any, optimizer: Any, found: Tensor) -> None:
+    """Has a scaler know what was found on any rank, so that the scale falls on all of them or on none."""
+    for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        flag.fill_(0.0).add_(found.to(flag.device))

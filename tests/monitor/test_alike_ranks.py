@@ -15,11 +15,12 @@ def test_ranks_decide_together_where_ddp_does_not_make_gradients_alike(tmp_path:
     run_two("alike_worker", str(tmp_path), package="tests.monitor")
     one, two = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert repr(one) == repr(two)  # NaN and all
-    assert len(one) == 10
-    for kind, (*steps, alike) in one.items():
-        frozen = kind.startswith("frozen")
+    assert len(one) == 14
+    for kind, (*steps, (scale, _), alike) in one.items():
+        frozen, scaled = kind.startswith("frozen"), kind.startswith("scaled")
         assert alike == frozen, kind
-        reason = "applied" if frozen else "non-finite gradient"
+        assert scale == (8.0 if scaled else 1.0), kind  # it has fallen, on both
+        reason = "applied" if frozen else "loss scale overflow" if scaled else "non-finite gradient"
         assert [(applied, why) for applied, why, _ in steps] == [
             (True, "applied"),
             (True, "applied"),
@@ -27,5 +28,7 @@ def test_ranks_decide_together_where_ddp_does_not_make_gradients_alike(tmp_path:
             (True, "applied"),
         ], kind
         (run,) = (tmp_path / kind).iterdir()
-        for event in events(read_run(run), "nonfinite"):
+        found = read_run(run)
+        assert len(events(found, "nonfinite")) == (not frozen and not scaled), kind
+        for event in events(found, "nonfinite"):
             assert [fault["kind"] for fault in event["parameters"]] == ["NaN"], kind  # which rank 0 does not have
