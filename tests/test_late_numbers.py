@@ -5,8 +5,10 @@ Here a CPU sends it so: `late` has every copy to the host wait until it is asked
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import normscale
 from normscale.probes import sending
 from normscale.probes.guard import Guard
+from normscale.probes.stopwatch import Stopwatch
 from normscale.tracking.reader import RunRecord, read_run
 from normscale.tracking.record import PROBE_S
 from normscale.train.loop import Trainer
@@ -136,6 +139,34 @@ def test_the_ledger_has_the_loss_scale_after_each_step(on: bool, late: Callable[
     assert [(row["scale_before"], row["scale_after"]) for row in found.ledger] == list(pairwise(scales))
     assert [row["reason"] for row in found.ledger] == [None] * 4 + ["loss scale overflow", None]
     assert found.series["loss_scale"].values == [4.0, 8.0, 16.0, 8.0]
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_what_passes_took_is_left_out_of_the_time_it_was_in(
+    evaluated: bool, late: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that is known when the numbers have come: in the next step, or before an evaluation that comes first."""
+    late(True)
+    event = SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 1e6)
+
+    def timing(self: Stopwatch, device: torch.device) -> Any:
+        self._open.append((event, event))
+        return nullcontext()
+
+    evaluate, waiting = Trainer.evaluate, []
+
+    def noted(self: Trainer, batches: Any) -> float:
+        waiting.append(self._unwritten)
+        return evaluate(self, batches)
+
+    monkeypatch.setattr(Stopwatch, "timing", timing)
+    monkeypatch.setattr(Trainer, "evaluate", noted)
+    train = {"steps": 4, "batch": 4, "eval_every": int(evaluated), "eval_batches": 2}
+    found = run(config(tmp_path, train=train, probes={"every": 1, "update": {"every": 1}})).summary
+    assert found["update_probe_s"] == 5000  # the first before all steps
+    steps = 0 if evaluated else 4  # of the last step's they come before the evaluation at the end
+    assert -1000 * steps <= found["train_seconds"] < 100 - 1000 * steps
+    assert waiting == [None] * len(waiting)
 
 
 @pytest.mark.parametrize("on", [True, False])

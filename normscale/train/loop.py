@@ -62,6 +62,7 @@ class Trainer(StepRecords):
         """
         engine, train = self.engine, self.config.train
         self.attempted += 1
+        self._new_aside_s = 0.0  # what was waited for since the last step is in the time of none
         mine = sum(batch.n_targets for batch in window), int(self.stop_wanted), *self.guard.votes(self.attempted)
         count, stop, *votes = engine.counts(*mine)
         self.stop_agreed = stop > 0

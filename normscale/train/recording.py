@@ -98,7 +98,7 @@ class StepRecords:
             engine.combined,
         )
         self._clock, self._targets = time.perf_counter(), 0
-        self._aside_s = self._new_aside_s = 0.0  # what probes' own passes took so far, and of that since the last step
+        self._aside_s = self._new_aside_s = 0.0  # what probes' own passes took so far; of that, in the step at hand
         self._unwritten: Unwritten | None = None
 
     def records_state(self) -> dict[str, Any]:

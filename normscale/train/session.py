@@ -197,8 +197,8 @@ class Session:
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
         """Records the held-out loss and its distance to the unigram entropy of the same batches."""
+        self.trainer.settle(recorder)  # before: passes that a GPU still makes are no part of what an evaluation takes
         self.loss_val = self.trainer.evaluate(self.held_out)
-        self.trainer.settle(recorder)
         values = {"loss_val": self.loss_val, "loss_gap": self.unigram_nats - self.loss_val}
         recorder.metrics(step, self.trainer.applied, values)
 
@@ -212,8 +212,8 @@ class Session:
 
     def save(self, step: int, recorder: "SpoolWriter | Silent", checkpoints: Checkpoints) -> float:
         """Writes a checkpoint; returns the seconds it took. If it cannot be written, training goes on without it."""
-        begun = time.perf_counter()
         self.trainer.settle(recorder)
+        begun = time.perf_counter()
         recorder.sync()  # a checkpoint must not be ahead of the records
         self.unsaved = failed = checkpoints.save(step, recorder.attempt, recorder.last, self.state_dict())
         if failed:
