@@ -35,12 +35,13 @@ class _Copy(NamedTuple):
 
     def put_back(self) -> None:
         """Gives the module its buffer with these values."""
-        with torch.no_grad():
-            if self.buffer.shape == self.values.shape:
-                self.buffer.data.copy_(self.values)  # not a new version: a graph that holds it can still go back
-                self.module._buffers[self.name] = self.buffer
-            else:
-                self.module._buffers[self.name] = self.values.clone()
+        if self.buffer.shape != self.values.shape:
+            self.module._buffers[self.name] = self.values.clone()
+            return
+        lies = zip(self.buffer.shape, self.buffer.stride(), strict=True)
+        if all(size < 2 or stride for size, stride in lies):  # to one that is expanded nobody can have written
+            self.buffer.data.copy_(self.values)  # not a new version: a graph that holds it can still go back
+        self.module._buffers[self.name] = self.buffer
 
 
 def comparable(buffer: Tensor | None) -> TypeGuard[Tensor]:

@@ -183,6 +183,19 @@ def test_a_buffer_that_a_pass_takes_away_is_put_back(change: str) -> None:
         model._parameters.clear()
 
 
+def test_a_buffer_that_is_expanded_is_put_back_as_it_was() -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+    before = model.mask
+    for keep in (AllBuffers(model), WindowBuffers(model)):
+        if isinstance(keep, WindowBuffers):
+            keep.begin()
+        model.mask = model.mask + 1
+        keep.put_back()
+        assert model.mask is before
+        assert torch.equal(before, torch.ones(2, 3))
+
+
 def test_all_buffers_are_put_back_in_the_tensors_they_were_in() -> None:
     model = Mixed()
     tensors, values = dict(model.named_buffers()), copy.deepcopy(dict(model.named_buffers()))
