@@ -14,7 +14,8 @@ def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch
     read by itself. Here it can, and torch keeps that memory until it has.
     """
     pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+    held = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)  # whatever device is the default
+    return held.to(device, non_blocking=True)
 
 
 def _cuda_copied(device: torch.device) -> Callable[[], None]:
@@ -45,7 +46,8 @@ class Fetched:
         if copied is None:
             self._host = values.cpu()
         else:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
+            pinned = device.type == "cuda"
+            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
             self._host.copy_(values, non_blocking=True)
             self._wait = copied(device)
 
