@@ -68,7 +68,6 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _lacking(index: int | None) -> str | None:
     """Returns what a CUDA device (None: the current one) lacks for Triton; None if nothing, or if none is here to ask.
 
@@ -81,6 +80,10 @@ def _lacking(index: int | None) -> str | None:
     if has >= CAPABILITY:
         return None
     return "its kernels need compute capability {}.{}, and this GPU has {}.{}".format(*CAPABILITY, *has)
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: as long again as torch itself.
+_lacking._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _needs_gpu(case: Case, missing: str = "") -> str:

@@ -331,7 +331,7 @@ def _probes(config: RunConfig, task: Task) -> list[Probe]:
 
 
 def _compiled_graphs() -> int:
-    if "torch._dynamo" not in sys.modules:  # it is slow to import, and eager runs never do
+    if "torch._dynamo" not in sys.modules:  # it is slow to import, and nothing was compiled without
         return 0
     from torch._dynamo.utils import counters
 
