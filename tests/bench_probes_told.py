@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normscale.train.flops import gemm_rate
+
 if TYPE_CHECKING:
     from tests.bench_probes import Appended, Measured, Ratio
 
@@ -17,13 +19,15 @@ BLUE, RED = "#1f77b4", "#d62728"
 
 
 def machine() -> dict[str, Any]:
-    """Returns where and when it is measured."""
+    """Returns where and when it is measured; the rate is that of products in fp32, beside which reading costs."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    threads = torch.get_num_threads()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor(),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
+        "gflops": round(gemm_rate("cpu" if cuda is None else "cuda", "fp32", threads) / 1e9),
         "torch": torch.__version__,
         **({} if cuda is None else {"device": cuda}),
     }
@@ -65,7 +69,8 @@ def table(where: dict[str, Any], cells: Sequence["Measured"], spool: "Appended")
         "model update", "memory",
     ]  # fmt: skip
     on = where.get("device", f"{where['cores']} cores, {where['threads']} threads")
-    lines = [f"{where['processor']}, {on}, {where['date']}, torch {where['torch']}:", ""]
+    rate = f"products at {where['gflops']} GFLOP/s"
+    lines = [f"{where['processor']}, {on}, {rate}, {where['date']}, torch {where['torch']}:", ""]
     lines += [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
     for found in cells:
         always, step, every = found.ratios

@@ -42,7 +42,7 @@ def test_a_cell_is_measured_as_often_as_it_says_whatever_comes_out(tmp_path: Pat
         monkeypatch.setattr(bench_probes, name, lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["bench_probes", "--cells", "d256,500", "--out", str(tmp_path)])
     bench_probes.main()
-    assert taken == [("d256", 120), ("500", 20)]
+    assert taken == [("d256", 60), ("500", 20)]
 
 
 def test_every_bound_of_the_project_has_a_cell():
@@ -68,9 +68,10 @@ def test_the_table_can_be_pasted_as_it_is():
     ratios = Ratio("always on", 1.002, 0.99, 1.008, 1.01), Ratio("measured step", 1.27, 1.2, 1.33, None)
     ratios = (*ratios, Ratio("measured every 50", 1.0054, 1.004, 1.0066, None))
     found = Measured(CELLS["monitor 1000"], 60, 2.0, 0.002, 0.7, 17_000_000, None, ratios)
-    where = {"processor": "Some Processor", "cores": 2, "threads": 2, "date": "2026-01-02", "torch": "2.13.0"}
+    where = {"processor": "Some Processor", "cores": 2, "threads": 2, "gflops": 99, "date": "2026-01-02"}
+    where |= {"torch": "2.13.0"}
     lines = table(where, [found], Appended(1000, 0.0004, 0.011, 25))
-    assert lines[0] == "Some Processor, 2 cores, 2 threads, 2026-01-02, torch 2.13.0:"
+    assert lines[0] == "Some Processor, 2 cores, 2 threads, products at 99 GFLOP/s, 2026-01-02, torch 2.13.0:"
     assert lines[4] == (
         "| Monitor, 1000 blocks | 128 | 0.1 % | +0.2 % [-1.0, +0.8], met | +27.0 % [+20.0, +33.0] | +0.54 % | 35 % |"
         " 17.0 MB, missed |"
@@ -99,6 +100,7 @@ def test_it_runs_and_writes_what_it_found(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "probes.json").read_text())
     assert written["machine"].keys() >= {"processor", "cores", "date", "torch"}
+    assert written["machine"]["gflops"] > 0
     assert written["spool"]["record_s"] > 0
     for cell in written["cells"]:
         assert cell["rounds"] == 2
