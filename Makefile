@@ -115,7 +115,7 @@ test: $(STAMP) ## runs the tests (ARGS= for pytest)
 	@$(PY) -m pytest -q -n auto --maxprocesses 4 $(value ARGS)
 
 .PHONY: test-multinode
-test-multinode: $(STAMP) ## runs the launchers on real hosts, with faults; root, 9 minutes (ARGS= for pytest)
+test-multinode: $(STAMP) ## runs the launchers on real hosts, with faults; root, 9 to 15 minutes (ARGS= for pytest)
 	@$(PY) -m pytest -q -m multinode -n 2 --dist loadfile --durations=5 tests/multinode $(value ARGS)
 
 .PHONY: test-gpu
