@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normscale.train.flops import gemm_rate
+from tests.bench_step import products
 
 if TYPE_CHECKING:
     from tests.bench_probes import Appended, Measured, Ratio
@@ -21,13 +21,12 @@ BLUE, RED = "#1f77b4", "#d62728"
 def machine() -> dict[str, Any]:
     """Returns where and when it is measured; the rate is that of products in fp32, beside which reading costs."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    threads = torch.get_num_threads()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor(),
         "cores": os.cpu_count(),
-        "threads": threads,
-        "gflops": round(gemm_rate("cpu" if cuda is None else "cuda", "fp32", threads) / 1e9),
+        "threads": torch.get_num_threads(),
+        "gflops": round(products(tries=20, device="cpu" if cuda is None else "cuda")),
         "torch": torch.__version__,
         **({} if cuda is None else {"device": cuda}),
     }

@@ -88,7 +88,7 @@ def compare(case: Case, contenders: list[Contender], rounds: int, seconds: float
     torch._dynamo.reset()
     tokens = torch.randint(0, VOCAB, (case.batch, case.context + 1), generator=torch.Generator().manual_seed(0))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    peak = _gemm(case)
+    peak = products(case.compute)
     steps, first, losses = [], [], []
     for contender in contenders:
         step = contender.make(case)
@@ -108,7 +108,7 @@ def compare(case: Case, contenders: list[Contender], rounds: int, seconds: float
             times[place].append(time.perf_counter() - started)
         if turn >= 2 and time.perf_counter() - begun > seconds:
             break
-    peak = max(peak, _gemm(case))
+    peak = max(peak, products(case.compute))
     same = [loss for contender, loss in zip(contenders, losses, strict=True) if contender.same_model]
     if same and max(same) - min(same) > 0.01 * min(same):
         raise SystemExit(f"the first losses of the same model differ: {same}; the comparison would mean nothing")
@@ -131,9 +131,9 @@ def has_bf16() -> bool:
     return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))
 
 
-def _gemm(case: Case) -> float:
-    """Returns the GFLOP/s of this machine's products, measured now."""
-    return max(gemm_rate.__wrapped__("cpu", case.compute, torch.get_num_threads()) for _ in range(3)) / 1e9
+def products(compute: str = "fp32", tries: int = 3, device: str = "cpu") -> float:
+    """Returns the GFLOP/s of this machine's products, measured now: the best of some tries of 50 ms each."""
+    return max(gemm_rate.__wrapped__(device, compute, torch.get_num_threads()) for _ in range(tries)) / 1e9
 
 
 def show(case: Case, peak: float, rows: list[Row]) -> None:
