@@ -88,8 +88,8 @@ def _wait(ranks: Supervised, noted: list[int], grace_s: float, restarts: bool) -
     while not ranks.poll():
         before = before if noted else ranks.ends()
         # Ranks that end because they were told to, here or on another host, are not to be started again.
-        told = ranks.ends() != before if noted else ranks.stopped_elsewhere()
-        if len(stops(noted)) > 1 or (restarts and told):
+        told = restarts and (ranks.ends() != before if noted else ranks.stopped_elsewhere())
+        if told or len(stops(noted)) > 1:
             ranks.end_within(0.0)
         elif stops(noted) or (not restarts and ranks.failure()):
             ranks.end_within(grace_s)
